@@ -174,7 +174,7 @@ def sm90_sizes():
 
             def with_entropy(x, weight, recompute=recompute, target=target):
                 found = liger.fused_linear_logprobs(
-                    x, weight, target, memory_budget=1 << 20, return_entropy=True, recompute=recompute
+                    x, weight, target, memory_budget=1 << 20, metrics=("entropy",), recompute=recompute
                 )
                 return found[:2]
 
@@ -202,7 +202,7 @@ def sm90_terms():
 
         def with_metrics(x, weight, target=target):
             found = liger.fused_linear_logprobs(
-                x, weight, target, return_entropy=True, return_argmax=True, return_log_sum_sq_probs=True
+                x, weight, target, metrics=("entropy", "argmax", "log_sum_sq_probs")
             )
             return found.logprobs, found.entropy
 
@@ -214,21 +214,21 @@ def sm90_shards():
     import torch
     import torch.distributed as dist
 
-    from liger.distributed import vocab_parallel_fused_linear_ce, vocab_parallel_fused_linear_logprobs
+    import liger
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     x, weight = tensors(torch.bfloat16, (600, 256), (2048, 256))
     target = classes(600, 2048)
     # The first budget keeps the exponentials for the backward, the second one computes them again in chunks.
     for budget in (512 << 20, 1 << 20):
-        run(vocab_parallel_fused_linear_ce, x, weight, target=target, memory_budget=budget)
+        shard = {"target": target, "memory_budget": budget, "vocab_size": 2048}
+        run(liger.fused_linear_ce, x, weight, **shard)
         for entropy in (False, True):
 
-            def logprobs(x, weight, budget=budget, entropy=entropy):
-                found = vocab_parallel_fused_linear_logprobs(
-                    x, weight, target, temperature=0.7, memory_budget=budget, return_entropy=entropy
-                )
-                return tuple(found[:2]) if entropy else found
+            def logprobs(x, weight, shard=shard, entropy=entropy):
+                metrics = ("entropy",) if entropy else ()
+                found = liger.fused_linear_logprobs(x, weight, **shard, temperature=0.7, metrics=metrics)
+                return found[:2] if entropy else found
 
             run(logprobs, x, weight)
     dist.destroy_process_group()

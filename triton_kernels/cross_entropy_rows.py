@@ -261,12 +261,12 @@ def streaming_tile(n_cols, itemsize, read_again):
 class RowResults:
     """The results of the row kernel for all rows of a call; None for those that are not requested."""
 
-    def __init__(self, rule, z_loss, token_accuracy, predicted_tokens, logprobs, entropy):
+    def __init__(self, rule, z_loss, token_accuracy, argmax, logprobs, entropy):
         rows = rule.target.shape
-        self.rule, self.token_accuracy, self.predicted_tokens = rule, token_accuracy, predicted_tokens
+        self.rule, self.token_accuracy, self.argmax = rule, token_accuracy, argmax
         self.loss, self.stats = rule.buffer(rows, True), rule.buffer((2, *rows), True)
         self.z_loss = rule.buffer(rows, z_loss)
-        self.predicted = rule.buffer(rows, predicted_tokens or token_accuracy, torch.int64)
+        self.predicted = rule.buffer(rows, argmax or token_accuracy, torch.int64)
         self.logprobs, self.entropy = rule.buffer(rows, logprobs), rule.buffer(rows, entropy)
 
     def fill(
@@ -315,7 +315,7 @@ class RowResults:
         return used
 
     def reduced(self, denominator, reduction, used_denominator=None):
-        """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them.
+        """(loss, z_loss, token_accuracy, argmax, logprobs, entropy) as the ops return them.
 
         Also writes the denominator to ``used_denominator``.
         """
@@ -327,7 +327,7 @@ class RowResults:
             self._reduce(denominator, reduction, loss, z_loss, accuracy, used_denominator)
         results = [loss, z_loss, accuracy] if scalar else [self.loss, self.z_loss, accuracy]
         results += [
-            self.predicted if self.predicted_tokens else rule.no_tensor(torch.int64),
+            self.predicted if self.argmax else rule.no_tensor(torch.int64),
             self.logprobs,
             self.entropy,
         ]

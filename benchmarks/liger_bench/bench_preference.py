@@ -127,7 +127,7 @@ def _call_jsd(module, t):
 
 
 def _call_divergence(op, t):
-    return op(t["x"], t["weight"], t["ref_x"], t["ref_weight"])
+    return op(t["x"], t["weight"], teacher_input=t["ref_x"], teacher_weight=t["ref_weight"])
 
 
 _CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}

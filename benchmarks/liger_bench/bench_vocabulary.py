@@ -72,10 +72,7 @@ class Head:
 
     def loss(self, sharded):
         """The loss as a function of named tensors."""
-        if self.op == "fused_linear_ce":
-            op = liger.vocab_parallel_fused_linear_ce if sharded else liger.fused_linear_ce
-        else:
-            op = liger.vocab_parallel_fused_linear_logprobs if sharded else liger.fused_linear_logprobs
+        op = getattr(liger, self.op)
         options = {"vocab_size": self.vocabulary} if sharded else {}
 
         def loss(t):

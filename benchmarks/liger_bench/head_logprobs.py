@@ -90,9 +90,10 @@ def _ours(policy):
     options = {
         "temperature": policy.temperature,
         "memory_budget": policy.budget,
-        "return_entropy": policy.entropy,
-        "return_log_sum_sq_probs": policy.metrics,
-        "return_mean_logits": policy.metrics,
+        "metrics": [
+            *(["entropy"] if policy.entropy else []),
+            *(["log_sum_sq_probs", "mean_logits"] if policy.metrics else []),
+        ],
     }
 
     def run(t):

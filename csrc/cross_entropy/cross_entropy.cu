@@ -143,13 +143,13 @@ CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool 
   };
   row_loss = buffer(true, ScalarType::Float);
   row_z_loss = buffer(outputs.z_loss, ScalarType::Float);
-  predicted = buffer(outputs.predicted_tokens || outputs.token_accuracy, ScalarType::Long);
+  predicted = buffer(outputs.argmax || outputs.token_accuracy, ScalarType::Long);
   logprobs = buffer(outputs.logprobs, ScalarType::Float);
   entropy = buffer(outputs.entropy, ScalarType::Float);
   loss = per_row ? row_loss : scalar(true);
   z_loss = per_row ? row_z_loss : scalar(outputs.z_loss);
   token_accuracy = scalar(outputs.token_accuracy);
-  predicted_tokens = outputs.predicted_tokens ? predicted : no_tensor(ScalarType::Long, like);
+  argmax = outputs.argmax ? predicted : no_tensor(ScalarType::Long, like);
 }
 
 void CrossEntropyResults::attach(ce::Problem& problem, int64_t first_row) const {
@@ -241,14 +241,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
-    bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) {
+    bool return_argmax, bool return_logprobs, bool return_entropy, bool need_grad) {
   const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
                                         denominator,      ignore_index, label_smoothing,
                                         lse_square_scale, softcap,      reduction};
   arguments.check(kOp, logits);
   Forward call(
       "cross_entropy_forward", logits, arguments,
-      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
+      {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
   std::optional<RowOutput> gradient;
   if (need_grad) {
     gradient = row_output(new_like(logits));
@@ -261,7 +261,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   return {r.loss,
           r.z_loss,
           r.token_accuracy,
-          r.predicted_tokens,
+          r.argmax,
           r.logprobs,
           r.entropy,
           call.stats,
@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
-    bool return_predicted_tokens, bool return_logprobs, bool return_entropy) {
+    bool return_argmax, bool return_logprobs, bool return_entropy) {
   const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
                                         denominator,      ignore_index, label_smoothing,
                                         lse_square_scale, softcap,      reduction};
@@ -286,11 +286,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
                  {"denominator", denominator}});
   Forward call(
       "cross_entropy_forward_", logits, arguments,
-      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
+      {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
   call.run(call.logits.tensor.mutable_data_ptr(), call.logits.rows.stride);
   write_back(logits, call.logits);
   const CrossEntropyResults& r = call.results;
-  return {r.loss, r.z_loss, r.token_accuracy, r.predicted_tokens, r.logprobs, r.entropy};
+  return {r.loss, r.z_loss, r.token_accuracy, r.argmax, r.logprobs, r.entropy};
 }
 
 // The backward divides by the denominator of the forward.

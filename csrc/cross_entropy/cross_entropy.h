@@ -45,13 +45,13 @@ void prepare_cross_entropy(const char* op, CrossEntropyOptions& options,
 
 // The optional outputs that a call requests.
 struct CrossEntropyOutputs {
-  bool z_loss, token_accuracy, predicted_tokens, logprobs, entropy;
+  bool z_loss, token_accuracy, argmax, logprobs, entropy;
 };
 
 // Per-row results of a whole call, and the scalars that are reduced from them.
 struct CrossEntropyResults {
   Tensor row_loss, row_z_loss, predicted, logprobs, entropy;
-  Tensor loss, z_loss, token_accuracy, predicted_tokens;  // as the ops return them
+  Tensor loss, z_loss, token_accuracy, argmax;  // as the ops return them
 
   CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, const CrossEntropyOutputs& outputs);
   // Results per row for some of the rows, with the same outputs.

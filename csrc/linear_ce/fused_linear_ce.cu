@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const std::optional<Tensor>& denominator, int64_t ignore_index, double label_smoothing,
     double lse_square_scale, std::optional<double> softcap, const std::string& reduction,
     std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget, bool return_z_loss,
-    bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy,
+    bool return_token_accuracy, bool return_argmax, bool return_logprobs, bool return_entropy,
     bool need_grad_input, bool need_grad_weight, bool need_grad_bias) {
   check_fused_linear_ce(input, weight, target, bias, ce_weight, token_weight, denominator, label_smoothing,
                         softcap, reduction, accum_dtype, memory_budget);
@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
   const CrossEntropyResults results(
       input, input.size(0), reduction == "none",
-      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
+      {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
   const FusedLinearCe call{input,
                            weight,
                            bias,
@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const FusedLinearCeGradients gradients =
       plan ? fused_linear_ce_sm90(call, *plan) : fused_linear_ce_generic(call);
   results.reduce(kOp, options, used_denominator);
-  return {results.loss,     results.z_loss,  results.token_accuracy, results.predicted_tokens,
+  return {results.loss,     results.z_loss,  results.token_accuracy, results.argmax,
           results.logprobs, results.entropy, gradients.input,        gradients.weight,
           gradients.bias};
 }

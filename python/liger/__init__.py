@@ -25,7 +25,7 @@ from .ops.cross_entropy import cross_entropy
 from .ops.divergence import jsd, kl_div, tvd
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
-from .ops.fused_linear_logprobs import LogProbMetrics, LogProbs, fused_linear_logprobs
+from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
 from .ops.geglu import geglu, geglu_packed
 from .ops.group_norm import group_norm
 from .ops.grouped_experts import grouped_experts
@@ -47,7 +47,6 @@ __version__ = "0.2.0"
 __all__ = [
     "BackendUnavailable",
     "CrossEntropyOutput",
-    "LogProbMetrics",
     "LogProbs",
     "backend_report",
     "complex_rope",
@@ -84,16 +83,11 @@ __all__ = [
     "tvd",
     "unpatch",
     "use_backend",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_fused_linear_ce",
-    "vocab_parallel_fused_linear_logprobs",
 ]
 
 if TYPE_CHECKING:
     from . import losses, nn, transformers
     from . import trl as trl
-    from .distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
-    from .distributed.vocab_parallel_logprobs import vocab_parallel_fused_linear_logprobs
     from .transformers import patch, unpatch
 else:
     # ``import liger`` imports no more than torch.
@@ -103,6 +97,5 @@ else:
         {
             **{name: f"liger.{name}" for name in ("losses", "nn", "transformers", "trl")},
             **dict.fromkeys(("patch", "unpatch"), "liger.transformers"),
-            **{name: "liger.distributed" for name in __all__ if name.startswith("vocab_parallel_")},
         },
     )

@@ -14,23 +14,6 @@ import griffe
 LAZY = {
     "liger.patch": "liger.transformers._patching.patch",
     "liger.unpatch": "liger.transformers._patching.unpatch",
-    "liger.vocab_parallel_cross_entropy": "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy",
-    "liger.vocab_parallel_fused_linear_ce": "liger.distributed.vocab_parallel.vocab_parallel_fused_linear_ce",
-    "liger.vocab_parallel_fused_linear_logprobs": (
-        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
-    ),
-    "liger.distributed.vocab_parallel_fused_linear_logprobs": (
-        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
-    ),
-    "liger.distributed.vocab_parallel_cross_entropy": (
-        "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy"
-    ),
-    "liger.distributed.vocab_parallel_fused_linear_ce": (
-        "liger.distributed.vocab_parallel.vocab_parallel_fused_linear_ce"
-    ),
-    "liger.nn.VocabParallelFusedLinearCrossEntropyLoss": (
-        "liger.nn.vocab_parallel.VocabParallelFusedLinearCrossEntropyLoss"
-    ),
 }
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
 _PAGE = re.compile(r"\bdocs/([a-z_]+)\.md\b")

@@ -44,9 +44,9 @@ def test_metrics_of_sharded_tokens(op):
     target = targets(B, T)
     weights = [random(V, H, seed=1)] if op == "fused_linear_ce" else []
     x = random(B, T, H if weights else V)
-    asked = [f"return_{n}" for n in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")]
+    asked = "z_loss", "token_accuracy", "argmax", "logprobs", "entropy"
     for names in (asked, asked[1:2]):
-        keywords = dict.fromkeys(names, True) | {"lse_square_scale": 1e-2}
+        keywords = {"metrics": names, "lse_square_scale": 1e-2}
         whole = getattr(liger, op)(x, *weights, target, **keywords)
         parts = [distribute(x, Shard(1)), *(distribute(w, R) for w in weights), distribute(target, Shard(1))]
         ours = getattr(liger, op)(*parts, **keywords)
@@ -89,11 +89,11 @@ def test_logprobs_of_sharded_tokens(dims):
 
     def run(x, w, b):
         given = distribute(target, part) if isinstance(x, DTensor) else target
-        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, return_entropy=True, **metrics)[
+        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, metrics=("entropy",), **metrics)[
             :2
         ]
 
-    metrics = {"return_log_sum_sq_probs": True, "return_mean_logits": True} if dims == 3 else {}
+    metrics = {"metrics": ("log_sum_sq_probs", "mean_logits")} if dims == 3 else {}
     tensors, placements = [random(*shape, H), random(V, H, seed=1), random(V, seed=2)], [part, R, R]
     _, grads = compare(run, tensors, placements)
     assert grads[0].placements == (part,)
@@ -109,7 +109,7 @@ def test_low_rank_terms_of_sharded_tokens(name):
         factors = {"lora_a": a, "lora_b": b, "lora_scale": 0.7}
         if name == "fused_linear_ce":
             return liger.fused_linear_ce(x, w, given, **factors)
-        return liger.fused_linear_logprobs(x, w, given, temperature=0.7, return_entropy=True, **factors)[:2]
+        return liger.fused_linear_logprobs(x, w, given, temperature=0.7, metrics=("entropy",), **factors)[:2]
 
     tensors = [random(B, T, H), random(V, H, seed=1), random(3, H, seed=2), random(V, 3, seed=3)]
     _, grads = compare(run, tensors, [part, R, R, R])
@@ -120,10 +120,10 @@ def test_low_rank_terms_of_sharded_tokens(name):
 @pytest.mark.parametrize("name", ["log_sum_sq_probs", "mean_logits"])
 def test_metrics_of_logprobs_of_sharded_tokens(name):
     x, w, target = random(B, T, H), random(V, H, seed=1), targets(B, T)
-    expected = liger.fused_linear_logprobs(x, w, target, softcap=3.0, **{f"return_{name}": True})
+    expected = liger.fused_linear_logprobs(x, w, target, softcap=3.0, metrics=(name,))
     part = Shard(1)
     given = distribute(x, part), distribute(w, R), distribute(target, part)
-    found = liger.fused_linear_logprobs(*given, softcap=3.0, **{f"return_{name}": True})
+    found = liger.fused_linear_logprobs(*given, softcap=3.0, metrics=(name,))
     assert getattr(found, name).placements == (part,)
     for mine, other in zip(found, expected, strict=True):
         assert (mine is None) == (other is None)

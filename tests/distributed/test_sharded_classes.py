@@ -49,14 +49,12 @@ def test_fused_linear_ce(tokens, reduction, denominator, classes):
 @pytest.mark.parametrize("bias", [SHARDED, R, None], ids=str)
 def test_fused_linear_logprobs(tokens, bias):
     target = targets(B, T)
-    flags = ("entropy", "log_sum_sq_probs", "mean_logits")
+    metrics = ("entropy", "log_sum_sq_probs", "mean_logits")
 
     def run(x, weight, bias):
         given = placed(target, x) if isinstance(x, DTensor) else target
-        options = dict.fromkeys((f"return_{flag}" for flag in flags), True)
-        return liger.fused_linear_logprobs(x, weight, given, bias, temperature=0.7, softcap=9.0, **options)[
-            :2
-        ]
+        options = {"temperature": 0.7, "softcap": 9.0, "metrics": metrics}
+        return liger.fused_linear_logprobs(x, weight, given, bias, **options)[:2]
 
     inputs = [random(B, T, H), random(V, H, seed=1), random(V, seed=2) if bias else None]
     _, grads = compare(run, inputs, [TOKENS[tokens], SHARDED, bias], gathers=True)
@@ -85,7 +83,7 @@ def test_metrics_and_plain_hidden_states():
     x, weight, target = random(B, T, H), random(V, H, seed=1), targets(B, T)
     sharded = distribute(weight, SHARDED)
     for name in ("z_loss", "logprobs"):
-        asked = {f"return_{name}": True, "lse_square_scale": 0.1}
+        asked = {"metrics": (name,), "lse_square_scale": 0.1}
         expected = liger.fused_linear_ce(x, weight, target, **asked)
         for given in ((x, target), (distribute(x, Shard(1)), distribute(target, Shard(1)))):
             found = liger.fused_linear_ce(given[0], sharded, given[1], **asked)
@@ -98,7 +96,7 @@ def test_metrics_and_plain_hidden_states():
         liger.fused_linear_logprobs(x, sharded, target), liger.fused_linear_logprobs(x, weight, target)
     )
     with pytest.raises(RuntimeError, match="fused_linear_ce: input is a plain tensor and weight a DTensor"):
-        liger.fused_linear_ce(x, sharded, target, return_entropy=True)
+        liger.fused_linear_ce(x, sharded, target, metrics=("entropy",))
 
 
 LARGE = "gathered on every rank in every call"

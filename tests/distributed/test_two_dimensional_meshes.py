@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import in_shards
 import pytest
 import ranks
 import torch
@@ -105,7 +106,7 @@ def test_fused_linear_ce(rows, weights):
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_fused_linear_logprobs(rows, weights):
-    options = {"temperature": 0.7, "return_entropy": True, "return_argmax": True}
+    options = {"temperature": 0.7, "metrics": ("entropy", "argmax")}
     whole, target = layer()
     expected = liger.fused_linear_logprobs(*whole[:2], target, whole[2], **options)
     (expected.logprobs.sum() - 0.3 * expected.entropy.sum()).backward()
@@ -156,7 +157,7 @@ def test_vocab_parallel_fused_linear_ce(rows, reduction):
     expected = liger.fused_linear_ce(*whole[:2], target, whole[2], reduction="none")
     expected.sum().backward()
     leaves, given = vocab_arguments(rows, whole, target)
-    loss = liger.vocab_parallel_fused_linear_ce(*leaves[:2], given, leaves[2], reduction=reduction)
+    loss = in_shards.fused_linear_ce(*leaves[:2], given, leaves[2], reduction=reduction)
     loss.sum().backward()
     if reduction == "none":
         assert error(gathered(loss, rows), expected) <= LIMIT
@@ -169,7 +170,7 @@ def test_module_with_a_denominator():
     expected = liger.fused_linear_ce(*whole[:2], target, whole[2])
     expected.backward()
     leaves, given = vocab_arguments((S0, R), whole, target)
-    head = liger.nn.VocabParallelFusedLinearCrossEntropyLoss()
+    head = liger.nn.FusedLinearCrossEntropyLoss()
     loss = head(*leaves[:2], given, leaves[2], denominator=int((target != -100).sum()))
     loss.backward()
     total = DTensor.from_local(loss.detach(), mesh(), (P, R), run_check=False).full_tensor()
@@ -179,12 +180,12 @@ def test_module_with_a_denominator():
 
 @pytest.mark.parametrize("rows", VOCAB_ROWS, ids=str)
 def test_vocab_parallel_fused_linear_logprobs(rows):
-    options = {"temperature": 0.7, "return_entropy": True, "return_argmax": True}
+    options = {"temperature": 0.7, "metrics": ("entropy", "argmax")}
     whole, target = layer()
     expected = liger.fused_linear_logprobs(*whole[:2], target, whole[2], **options)
     (expected.logprobs.sum() - 0.3 * expected.entropy.sum()).backward()
     leaves, given = vocab_arguments(rows, whole, target)
-    found = liger.vocab_parallel_fused_linear_logprobs(*leaves[:2], given, leaves[2], **options)
+    found = in_shards.fused_linear_logprobs(*leaves[:2], given, leaves[2], **options)
     (found.logprobs.sum() - 0.3 * found.entropy.sum()).backward()
     for ours, other in zip(found[:2], expected[:2], strict=True):
         assert error(gathered(ours, rows), other) <= LIMIT
@@ -193,11 +194,11 @@ def test_vocab_parallel_fused_linear_logprobs(rows):
 
 
 def _loss(hidden, weight, target):
-    return liger.vocab_parallel_fused_linear_ce(hidden, weight, target, reduction="sum")
+    return in_shards.fused_linear_ce(hidden, weight, target, reduction="sum")
 
 
 def _logprobs(hidden, weight, target):
-    return -liger.vocab_parallel_fused_linear_logprobs(hidden, weight, target).sum()
+    return -in_shards.fused_linear_logprobs(hidden, weight, target).sum()
 
 
 @pytest.mark.parametrize("function", [_loss, _logprobs])
@@ -223,7 +224,7 @@ def test_vocab_parallel_cross_entropy(rows):
         given = own(target)
     else:
         part, given = spread(logits, rows[0], Shard(2)), spread(target, *rows)
-    loss = liger.vocab_parallel_cross_entropy(part, given, reduction="none")
+    loss = in_shards.cross_entropy(part, given, reduction="none")
     loss.sum().backward()
     assert error(gathered(loss, rows), expected) <= LIMIT
     grad = part.grad.full_tensor()
@@ -237,7 +238,7 @@ def test_weights_that_fully_shard_has_sharded():
     class Head(torch.nn.Linear):
         def forward(self, hidden, target):
             assert self.weight.device_mesh.ndim == 1
-            return liger.vocab_parallel_fused_linear_ce(hidden, self.weight, target, reduction="sum")
+            return in_shards.fused_linear_ce(hidden, self.weight, target, reduction="sum")
 
     whole, target = layer()
     expected = liger.fused_linear_ce(*whole[:2], target, reduction="sum")
@@ -254,7 +255,7 @@ def test_weights_that_fully_shard_has_sharded():
     with pytest.raises(
         RuntimeError, match="within the forward of the module whose parameters fully_shard gathers"
     ):
-        liger.vocab_parallel_fused_linear_ce(hidden, head.weight, own(target))
+        in_shards.fused_linear_ce(hidden, head.weight, own(target))
     loss = head(hidden, own(target))
     loss.backward()
     # fully_shard averages over its dimension.

@@ -1,5 +1,6 @@
 """A head whose classes are spread over the ranks: losses and gradients are those of the whole head."""
 
+import in_shards
 import pytest
 import ranks
 import torch
@@ -33,9 +34,7 @@ def test_fused_linear_ce(dtype, reduction, budget):
 
     (x, weight, bias), _ = tensors(dtype)
     parts = [distribute_tensor(t.detach(), ranks.mesh(), [Shard(0)]).requires_grad_() for t in (weight, bias)]
-    loss = liger.vocab_parallel_fused_linear_ce(
-        x, parts[0], target, bias=parts[1], memory_budget=budget, **options
-    )
+    loss = in_shards.fused_linear_ce(x, parts[0], target, bias=parts[1], memory_budget=budget, **options)
     loss.sum().backward()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
@@ -51,7 +50,7 @@ def test_fused_linear_ce(dtype, reduction, budget):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [None, 1])
 def test_fused_linear_logprobs(dtype, temperature, budget):
-    options = {"temperature": temperature, "softcap": 5.0, "return_entropy": True, "return_argmax": True}
+    options = {"temperature": temperature, "softcap": 5.0, "metrics": ("entropy", "argmax")}
 
     def backward(found):
         (found.logprobs.sum() - 0.3 * found.entropy.square().sum()).backward()
@@ -61,9 +60,7 @@ def test_fused_linear_logprobs(dtype, temperature, budget):
     backward(expected)
     (x, weight, bias), _ = tensors(dtype)
     parts = [distribute_tensor(t.detach(), ranks.mesh(), [Shard(0)]).requires_grad_() for t in (weight, bias)]
-    found = liger.vocab_parallel_fused_linear_logprobs(
-        x, parts[0], target, parts[1], memory_budget=budget, **options
-    )
+    found = in_shards.fused_linear_logprobs(x, parts[0], target, parts[1], memory_budget=budget, **options)
     backward(found)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
@@ -98,10 +95,8 @@ def test_distributed_options(name):
 
     def loss_of(denominator, **options):
         if name == "cross_entropy":
-            return liger.vocab_parallel_cross_entropy(
-                sharded(logits, 1), target, denominator=denominator, **options
-            )
-        return liger.vocab_parallel_fused_linear_ce(
+            return in_shards.cross_entropy(sharded(logits, 1), target, denominator=denominator, **options)
+        return in_shards.fused_linear_ce(
             x, sharded(weight), target, sharded(bias), denominator=denominator, **options
         )
 

@@ -101,7 +101,7 @@ def test_a_class_is_excluded_by_its_bias(sm90):
     output, grads = run(BESIDE, x, weight, target, bias=bias, **OBSERVED)
     values, exact_grads = exact(x, weight, target, bias=bias)
     assert_close_to_exact(output.loss, values["loss"].detach(), 2e-6, "loss")
-    assert output.entropy.isfinite().all() and not torch.isin(output.predicted_tokens, excluded).any()
+    assert output.entropy.isfinite().all() and not torch.isin(output.argmax, excluded).any()
     for actual, expected in zip(grads, exact_grads, strict=True):
         assert (actual.double() - expected).norm() / expected.norm() < 3e-3
     assert not grads[1][excluded].any() and not grads[2][excluded].any()
@@ -118,7 +118,7 @@ def test_metrics(sm90, shape, name):
     largest = linear(x.double(), weight.double()).abs().max()
     assert (output.entropy.double() - values["entropy"]).abs().max() <= ROWS * largest
     logits = linear(x.double(), weight.double(), chosen["bias"].double() if "bias" in chosen else None)
-    predicted = output.predicted_tokens
+    predicted = output.argmax
     assert (predicted[~live] == -1).all()
     below = logits.max(-1).values - logits.gather(1, predicted.clamp_min(0).unsqueeze(1)).squeeze(1)
     assert (below[live] <= ROWS * largest).all()

@@ -68,7 +68,7 @@ def exact(name, x, weight, teacher, teacher_weight, bias=None):
 def ours(name, x, weight, teacher, teacher_weight, **options):
     x, weight = (t.detach().requires_grad_() for t in (x, weight))
     form, chosen = FORMS[name]
-    loss = form(x, weight, teacher, teacher_weight, **chosen, **options)
+    loss = form(x, weight, teacher_input=teacher, teacher_weight=teacher_weight, **chosen, **options)
     return loss.detach(), torch.autograd.grad(loss, (x, weight))
 
 
@@ -104,22 +104,23 @@ def test_distillation(sm90, plans, shape, name):
 def test_bias_strides_and_one_gradient(sm90, plans, name):
     rows, hidden, vocab, budget = SHAPES["chunks"]
     x, weight, *teacher = layers(sm90, rows, hidden, vocab)
+    of_teacher = dict(zip(("teacher_input", "teacher_weight"), teacher, strict=True))
     bias = torch.randn(vocab, device=sm90).to(BFLOAT16).requires_grad_()
     spread = F.pad(x, (3, 2))[:, 3:-2]
     tall = weight.t().contiguous().t()
     form, chosen = FORMS[name]
     options = {**chosen, "bias": bias, "memory_budget": budget}
     leaves = [t.detach().requires_grad_() for t in (spread, tall)]
-    loss = form(*leaves, *teacher, **options)
+    loss = form(*leaves, **of_teacher, **options)
     both = torch.autograd.grad(loss, (*leaves, bias))
     assert plans[-1] is not None
     plain = [t.detach().requires_grad_() for t in (x, weight)]
-    same = torch.autograd.grad(form(*plain, *teacher, **options), (*plain, bias))
+    same = torch.autograd.grad(form(*plain, **of_teacher, **options), (*plain, bias))
     for a, b in zip(both, same, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
     for i in range(2):
         one = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, weight))]
-        (grad,) = torch.autograd.grad(form(*one, *teacher, **{**options, "bias": bias.detach()}), one[i])
+        (grad,) = torch.autograd.grad(form(*one, **of_teacher, **{**options, "bias": bias.detach()}), one[i])
         assert plans[-1] is not None
         error = (grad.double() - same[i].double()).norm() / same[i].double().norm()
         assert error <= GRADIENT
@@ -206,7 +207,7 @@ def test_log_probabilities_with_entropies(sm90, shape):
     def run():
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
         logprobs, entropy = liger.fused_linear_logprobs(
-            *leaves, target, return_entropy=True, memory_budget=budget
+            *leaves, target, metrics=("entropy",), memory_budget=budget
         )[:2]
         return torch.autograd.grad((upstream[0] * logprobs + upstream[1] * entropy).sum(), leaves)
 

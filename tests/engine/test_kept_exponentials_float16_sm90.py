@@ -74,7 +74,7 @@ def test_the_backward_can_run_again(sm90, shape, entropy):
     x, weight, target = layer(shape, sm90, scale=2.0)
     leaves = x.requires_grad_(), weight.requires_grad_()
     found = liger.fused_linear_logprobs(
-        *leaves, target, temperature=0.7, memory_budget=shape.budget, return_entropy=True, recompute=False
+        *leaves, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy",), recompute=False
     )
     both = upstream(shape, sm90, True)
     asked = both if entropy else both[:1]
@@ -109,7 +109,7 @@ def test_memory(sm90, entropy):
     target = torch.randint(vocab, (rows,), device=sm90)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = liger.fused_linear_logprobs(*leaves, target, return_entropy=entropy, return_argmax=entropy)
+    found = liger.fused_linear_logprobs(*leaves, target, metrics=("entropy", "argmax") if entropy else ())
     assert 500 < (torch.cuda.memory_allocated() - before) / MIB <= 501
     assert (torch.cuda.max_memory_allocated() - before) / MIB <= 500 + 16 + 15
     torch.cuda.reset_peak_memory_stats()
@@ -158,7 +158,7 @@ def test_compiled(sm90, calls, shape):
 
     def function(x, weight, target):
         return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.7, return_entropy=True, recompute=False
+            x, weight, target, temperature=0.7, metrics=("entropy",), recompute=False
         )
 
     results = []

@@ -24,7 +24,7 @@ def test_the_backward_can_run_again(sm90, shape, entropy):
     x, weight, target = shape.layer(sm90)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     found = liger.fused_linear_logprobs(
-        x, weight, target, temperature=0.7, memory_budget=shape.budget, return_entropy=True, recompute=False
+        x, weight, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy",), recompute=False
     )
     both = upstream(shape, sm90, True)
     asked = both if entropy else both[:1]
@@ -52,7 +52,7 @@ def test_compiled(sm90, calls, shape):
 
     def function(x, weight, target):
         return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.7, return_entropy=True, recompute=False
+            x, weight, target, temperature=0.7, metrics=("entropy",), recompute=False
         )
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
@@ -87,7 +87,7 @@ def test_cuda_graph_and_no_synchronisation(sm90, shape, entropy, recompute):
 
     def step():
         found = liger.fused_linear_logprobs(
-            *leaves, target, temperature=0.7, memory_budget=shape.budget, return_entropy=True,
+            *leaves, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy",),
             recompute=recompute,
         )  # fmt: skip
         return torch.autograd.grad(found[: len(grads)], leaves, grads)
@@ -148,7 +148,7 @@ def test_memory(sm90, calls, entropy):
         return found
 
     torch.cuda.reset_peak_memory_stats()
-    found = liger.fused_linear_logprobs(*leaves, target, return_entropy=entropy, return_argmax=entropy)
+    found = liger.fused_linear_logprobs(*leaves, target, metrics=("entropy", "argmax") if entropy else ())
     rows = kept_logits.exponentials_bytes(LARGE.rows, LARGE.vocab) / MIB
     assert rows == 500
     assert rows < beyond() <= rows + 1

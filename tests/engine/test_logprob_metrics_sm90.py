@@ -14,7 +14,7 @@ import liger
 
 pytestmark = pytest.mark.gpu
 
-METRICS = {"return_log_sum_sq_probs": True, "return_mean_logits": True}
+METRICS = "log_sum_sq_probs", "mean_logits"
 # Relative to the largest logit: the sums of tensor cores are truncated, and an exponential has the absolute error of
 # its exponent.
 ERROR = 2e-5
@@ -53,7 +53,7 @@ def test_every_kind_of_plan(sm90, calls, name, temperature, recompute):
     shape = SHAPES[name]
     layer = shape.layer(sm90)
     layer[0][layer[2] == -100] = math.nan
-    out, _ = run(shape, *layer, temperature, recompute=recompute, **METRICS)
+    out, _ = run(shape, *layer, temperature, recompute=recompute, metrics=METRICS)
     assert_exact(out, *layer, temperature)
     # Not the path of fused_linear_ce, whose kernels have no sums of squares.
     assert calls[0] == ("forward", not recompute)
@@ -64,13 +64,10 @@ def test_every_kind_of_plan(sm90, calls, name, temperature, recompute):
 @KINDS
 def test_one_alone(sm90, shape, name, recompute):
     layer = shape.layer(sm90)
-    out, _ = run(shape, *layer, 0.7, recompute=recompute, **{name: True})
-    both, _ = run(shape, *layer, 0.7, recompute=recompute, **METRICS)
-    requested = name.removeprefix("return_")
-    assert [getattr(out, n.removeprefix("return_")) is not None for n in METRICS] == [
-        n == name for n in METRICS
-    ]
-    assert torch.equal(getattr(out, requested), getattr(both, requested))
+    out, _ = run(shape, *layer, 0.7, recompute=recompute, metrics=(name,))
+    both, _ = run(shape, *layer, 0.7, recompute=recompute, metrics=METRICS)
+    assert [getattr(out, n) is not None for n in METRICS] == [n == name for n in METRICS]
+    assert torch.equal(getattr(out, name), getattr(both, name))
     assert out.entropy is None and out.argmax is None
 
 
@@ -78,9 +75,9 @@ def test_one_alone(sm90, shape, name, recompute):
 @KINDS
 def test_the_rest_has_the_same_bits(sm90, shape, recompute):
     layer = shape.layer(sm90)
-    asked = {"return_entropy": True, "return_argmax": True, "recompute": recompute}
-    plain, grads = run(shape, *layer, 0.7, **asked)
-    found, found_grads = run(shape, *layer, 0.7, **asked, **METRICS)
+    asked = "entropy", "argmax"
+    plain, grads = run(shape, *layer, 0.7, recompute=recompute, metrics=asked)
+    found, found_grads = run(shape, *layer, 0.7, recompute=recompute, metrics=(*asked, *METRICS))
     for mine, other in zip((*found[:3], *found_grads), (*plain, *grads), strict=True):
         assert torch.equal(mine, other)
 
@@ -97,7 +94,7 @@ def test_targets_far_below_the_largest_logit(sm90, shape, gap, recompute):
     target[rows] = logits[rows].argmin(-1)
     spread = (logits.amax(-1) - logits.amin(-1))[rows].min().item()
     x[rows] *= gap / spread
-    out, _ = run(shape, x, weight, target, recompute=recompute, **METRICS)
+    out, _ = run(shape, x, weight, target, recompute=recompute, metrics=METRICS)
     assert_exact(out, x, weight, target, 1.0)
     assert out.log_sum_sq_probs.isfinite().all()
 
@@ -112,7 +109,7 @@ def test_a_sum_of_squares_beyond_float32(sm90, recompute):
     weight.zero_()
     weight[::256, 0] = 1.0
     target.fill_(1)
-    out, _ = run(shape, x, weight, target, recompute=recompute, **METRICS)
+    out, _ = run(shape, x, weight, target, recompute=recompute, metrics=METRICS)
     assert_exact(out, x, weight, target, 1.0)
 
 
@@ -122,7 +119,7 @@ def test_a_graph(sm90):
 
     def step():
         out = liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.7, memory_budget=shape.budget, **METRICS
+            x, weight, target, temperature=0.7, memory_budget=shape.budget, metrics=METRICS
         )
         return out.log_sum_sq_probs, out.mean_logits
 

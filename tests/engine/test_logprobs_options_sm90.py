@@ -64,8 +64,8 @@ def test_accumulated_weight_gradient(sm90, calls, shape, logits_dtype, entropy, 
     x, parameter = x.requires_grad_(), torch.nn.Parameter(weight)
     parameter.main_grad = torch.zeros(weight.shape, device=sm90)
     found = liger.fused_linear_logprobs(
-        x, parameter, target, temperature=0.7, memory_budget=shape.budget, return_entropy=True,
-        return_argmax=True, recompute=recompute, logits_dtype=logits_dtype, accumulate_grad_weight=True,
+        x, parameter, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy", "argmax"),
+        recompute=recompute, logits_dtype=logits_dtype, accumulate_grad_weight=True,
     )  # fmt: skip
     torch.autograd.backward(found[: len(grads)], grads)
     assert parameter.grad is None

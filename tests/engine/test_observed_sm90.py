@@ -29,9 +29,9 @@ pytestmark = pytest.mark.gpu
 
 def observe(shape, x, weight, target, trained=(True, True), **chosen):
     output, grads = run(shape, x, weight, target, trained, **OBSERVED, **chosen)
-    assert_observed(x, weight, target, output.entropy, output.predicted_tokens)
+    assert_observed(x, weight, target, output.entropy, output.argmax)
     live = target != -100
-    accuracy = (output.predicted_tokens == target)[live].double().mean()
+    accuracy = (output.argmax == target)[live].double().mean()
     torch.testing.assert_close(output.token_accuracy.double(), accuracy, equal_nan=True, rtol=1e-6, atol=0)
     return output, grads
 
@@ -83,14 +83,14 @@ def test_the_rest_does_not_change(sm90, name):
     assert_same_bits(zip(results, (grads, observed_grads), strict=True))
 
 
-@pytest.mark.parametrize("name", ["entropy", "predicted_tokens", "token_accuracy"])
+@pytest.mark.parametrize("name", ["entropy", "argmax", "token_accuracy"])
 @KINDS
 def test_one_alone(sm90, shape, name):
     layer = shape.layer(sm90)
     everything, _ = run(shape, *layer, **OBSERVED)
-    alone, _ = run(shape, *layer, **{f"return_{name}": True})
+    alone, _ = run(shape, *layer, metrics=(name,))
     assert torch.equal(getattr(alone, name), getattr(everything, name))
-    assert sum(getattr(alone, other.removeprefix("return_")) is not None for other in OBSERVED) == 1
+    assert sum(getattr(alone, other) is not None for other in OBSERVED["metrics"]) == 1
 
 
 # --- ties ---------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_of_equal_logits_the_first_is_the_most_probable(sm90, shape, scale, peri
     else:
         weight = weight[::period].repeat_interleave(period, 0)
     output, _ = observe(shape, x, weight, target)
-    predicted = output.predicted_tokens[target >= 0]
+    predicted = output.argmax[target >= 0]
     if period == 1:
         assert (predicted == 0).all()
     elif period == 128:
@@ -123,7 +123,7 @@ def test_zeros_are_equal_and_their_entropy_is_the_largest(sm90, shape):
     x, weight, target = shape.layer(sm90)
     weight = torch.where(weight > 0, 0.0, -0.0).to(BFLOAT16)
     output, _ = run(shape, x, weight, target, **OBSERVED)
-    entropy, predicted = (t[target >= 0] for t in (output.entropy, output.predicted_tokens))
+    entropy, predicted = (t[target >= 0] for t in (output.entropy, output.argmax))
     assert (predicted == 0).all()
     torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(shape.vocab)))
 
@@ -204,13 +204,13 @@ def test_log_probabilities_with_entropies(sm90):
     """fused_linear_logprobs goes the same way, and its entropies keep their gradient."""
     x, weight, target = BESIDE.layer(sm90)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        found = liger.fused_linear_logprobs(x, weight, target, return_entropy=True, return_argmax=True)
+        found = liger.fused_linear_logprobs(x, weight, target, metrics=("entropy", "argmax"))
         torch.cuda.synchronize()
     assert_observed(x, weight, target, found.entropy, found.argmax)
     names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     if names:
         assert any("sm90::gemm_kernel" in name for name in names)
     leaf = x.clone().requires_grad_()
-    entropy = liger.fused_linear_logprobs(leaf, weight, target, return_entropy=True).entropy
+    entropy = liger.fused_linear_logprobs(leaf, weight, target, metrics=("entropy",)).entropy
     (grad,) = torch.autograd.grad(entropy.sum(), leaf)
     assert grad.dtype == BFLOAT16 and grad.isfinite().all() and grad[target >= 0].any()

@@ -4,6 +4,7 @@ computes all shards in turn, and what the ranks exchange is added in between."""
 from functools import partial
 from unittest.mock import patch
 
+import in_shards
 import pytest
 import torch
 from cases import poison_memory
@@ -275,13 +276,12 @@ def _one_process(entropy, keep, rank, world):
         patch.object(engine, "forward", wraps=engine.forward) as forward,
         patch.object(engine, "backward", wraps=engine.backward) as backward,
     ):
-        found = liger.vocab_parallel_fused_linear_logprobs(
+        found = in_shards.fused_linear_logprobs(
             *mine,
             target,
             temperature=0.7,
             memory_budget=shape.budget,
-            return_entropy=True,
-            return_argmax=True,
+            metrics=("entropy", "argmax"),
         )
         actual = torch.autograd.grad(found[: len(grads)], mine, grads)
     assert forward.call_count == backward.call_count == 1

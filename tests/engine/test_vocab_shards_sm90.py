@@ -4,6 +4,7 @@ turn, and the sums of the ranks are added in between."""
 from functools import partial
 from unittest.mock import patch
 
+import in_shards
 import pytest
 import torch
 from cases import poison_memory
@@ -197,10 +198,10 @@ def _one_process(rank, world):
     device = torch.device("cuda")
     x, weight, target = SUMS.layer(device)
     mine = leaves(x, weight)
-    options = {"memory_budget": SUMS.budget, "return_logprobs": True}
+    options = {"memory_budget": SUMS.budget, "metrics": ("logprobs",)}
 
     def step():
-        return liger.vocab_parallel_fused_linear_ce(*mine, target, **options)
+        return in_shards.fused_linear_ce(*mine, target, **options)
 
     with liger.use_backend("cuda"), patch.object(_sm90_shards, "run", wraps=_sm90_shards.run) as run:
         found = step()

@@ -171,7 +171,7 @@ def cross_entropy(
         "loss": total,
         "z_loss": z_loss.detach(),
         "token_accuracy": ((first == target) & live).sum().to(z.dtype) / live.sum(),
-        "predicted_tokens": torch.where(live, first, -1),
+        "argmax": torch.where(live, first, -1),
         "logprobs": torch.where(live, log_p.gather(1, index[:, None])[:, 0], 0.0).detach(),
         "entropy": torch.where(live, z.logsumexp(-1) - (log_p.exp() * z).sum(-1), 0.0).detach(),
     }

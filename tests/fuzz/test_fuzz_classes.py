@@ -11,7 +11,7 @@ import liger
 
 # Of one class every result is 0, and what is found is rounding.
 classes = st.sampled_from([2, 3, 5, 8, 17, 33, 64])
-METRICS = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
+METRICS = ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy")
 
 
 def rows_of(draw):
@@ -70,7 +70,7 @@ def test_cross_entropy(device, data):
     tensors["logits"] = numbers.normal(*front, vocab, scale=one_of(draw, 0.3, 3.0, 20.0))
     wanted = draw(st.lists(st.sampled_from(METRICS), unique=True))
     inplace = draw(st.booleans())
-    how = {**options, **{f"return_{n}": True for n in wanted}, "inplace": inplace}
+    how = {**options, "metrics": wanted, "inplace": inplace}
     compare(
         lambda logits, **given: ce_results(
             liger.cross_entropy(logits * 1 if inplace else logits, **given, **how), wanted
@@ -103,10 +103,10 @@ def test_fused_linear_ce(device, data):
     of_layer = layer(draw, numbers, front, vocab)
     # Which logit of two that are rounded alike is the largest is no question with one answer.
     exact = numbers.dtype in (torch.float32, torch.float64)
-    names = [n for n in METRICS if exact or n not in ("token_accuracy", "predicted_tokens")]
+    names = [n for n in METRICS if exact or n not in ("token_accuracy", "argmax")]
     wanted = draw(st.lists(st.sampled_from(names), unique=True))
     how = {
-        **options, **{f"return_{n}": True for n in wanted}, "memory_budget": budget(draw, vocab, numbers.dtype),
+        **options, "metrics": wanted, "memory_budget": budget(draw, vocab, numbers.dtype),
         "accum_dtype": maybe(draw, torch.float32) if numbers.dtype != torch.float64 else None,
     }  # fmt: skip
     rule = flat(
@@ -132,24 +132,23 @@ def test_fused_linear_logprobs(device, data):
     front, vocab = rows_of(draw), draw(classes)
     ignore_index = one_of(draw, -100, -1, 0)
     tensors = layer(draw, numbers, front, vocab)
-    tensors["hidden"] = tensors.pop("input")
-    names = [n for n in ("hidden", "weight", "bias") if n in tensors]
-    tensors["targets"] = numbers.classes(vocab, *front, ignored=(ignore_index,))
+    names = [n for n in ("input", "weight", "bias") if n in tensors]
+    tensors["target"] = numbers.classes(vocab, *front, ignored=(ignore_index,))
     softcap, temperature = maybe(draw, 1.5, 30.0), one_of(draw, 1.0, 0.5, 1.7)
     entropy = draw(st.booleans())
     how = {
-        "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index, "return_entropy": entropy,
-        "memory_budget": budget(draw, vocab, numbers.dtype),
+        "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index,
+        "metrics": ("entropy",) if entropy else (), "memory_budget": budget(draw, vocab, numbers.dtype),
     }  # fmt: skip
 
     def ours(**given):
         result = liger.fused_linear_logprobs(**given, **how)
         return {"logprobs": result.logprobs, "entropy": result.entropy} if entropy else {"logprobs": result}
 
-    def formula(hidden, weight, targets, bias=None):
-        live = targets != ignore_index
+    def formula(input, weight, target, bias=None):
+        live = target != ignore_index
         values = formulas.token_scores(
-            hidden.flatten(0, -2), weight, bias, targets.flatten(), temperature, softcap
+            input.flatten(0, -2), weight, bias, target.flatten(), temperature, softcap
         )
         both = dict(zip(("logprobs", "entropy"), values, strict=True))
         if not entropy:
@@ -236,18 +235,22 @@ def test_fused_linear_divergences(device, data):
     if draw(st.booleans()):
         width = one_of(draw, 1, 5, 16)
         of_teacher = {
-            "teacher": numbers.normal(*front, width),
+            "teacher_input": numbers.normal(*front, width),
             "teacher_weight": numbers.normal(vocab, width, scale=width**-0.5, alike=False),
         }
         if draw(st.booleans()):
             of_teacher["teacher_bias"] = numbers.normal(vocab)
     else:
-        of_teacher = {"teacher": numbers.normal(*front, vocab, scale=2.0)}
+        of_teacher = {"teacher_logits": numbers.normal(*front, vocab, scale=2.0)}
     how = {"memory_budget": budget(draw, vocab, numbers.dtype)}
 
-    def formula(input, weight, teacher, teacher_weight=None, bias=None, teacher_bias=None, **given):
-        if teacher_weight is not None:
-            teacher = F.linear(teacher, teacher_weight, teacher_bias)
+    def formula(
+        input, weight, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None, teacher_logits=None,
+        **given,
+    ):  # fmt: skip
+        teacher = teacher_logits
+        if teacher is None:
+            teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
         return distance(kind, F.linear(input, weight, bias), teacher, options, **given)
 
     compare(

@@ -95,10 +95,6 @@ def test_bad_input():
         losses.FusedLinearDPOLoss(accumulate_grad_weight=None)
     with pytest.raises(TypeError, match="accumulate_grad_weight is 'yes', expected True or False"):
         liger.nn.FusedLinearCrossEntropyLoss(accumulate_grad_weight="yes")
-    with pytest.raises(
-        ValueError, match="accumulate_grad_weight is True, expected False with a sharded vocabulary"
-    ):
-        liger.nn.VocabParallelFusedLinearCrossEntropyLoss(accumulate_grad_weight=True)
     module = losses.FusedLinearSimPOLoss(accumulate_grad_weight=True)
     with pytest.raises(
         RuntimeError,

@@ -178,9 +178,7 @@ def test_observed_tokens(device, name, budget):
         loss = call(module, *leaves, target, bias)
         results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    expected = liger.fused_linear_logprobs(
-        hidden, weight, target, bias, return_entropy=True, return_argmax=True
-    )
+    expected = liger.fused_linear_logprobs(hidden, weight, target, bias, metrics=("entropy", "argmax"))
     ((logprobs, entropy, argmax),) = seen
     torch.testing.assert_close(logprobs, expected.logprobs)
     torch.testing.assert_close(entropy, expected.entropy)
@@ -281,14 +279,14 @@ def test_the_losses_of_the_docs(device):
     hidden, weight, target, _ = make(device)
     target[-1, 0] = 1
     loss = made["MarginLoss"](beta=0.5)(weight, hidden, target)[0]
-    logprobs = liger.fused_linear_logprobs(hidden, weight, target, return_entropy=True)
+    logprobs = liger.fused_linear_logprobs(hidden, weight, target, metrics=("entropy",))
     live = target != -100
     means = logprobs.logprobs.sum(-1) / live.sum(-1)
     torch.testing.assert_close(loss, F.softplus(1.0 - 0.5 * (means[:3] - means[3:])).mean())
     x, advantages = leaf(hidden), torch.linspace(-1, 1, 6, device=device)
     loss = made["Reinforce"]()(x, weight, target, advantages)
     y = leaf(hidden)
-    logprobs = liger.fused_linear_logprobs(y, weight, target, return_entropy=True)
+    logprobs = liger.fused_linear_logprobs(y, weight, target, metrics=("entropy",))
     terms = -(advantages[:, None] * logprobs.logprobs + 0.01 * logprobs.entropy)
     expected = terms[live].sum() / live.sum()
     torch.testing.assert_close(loss, expected)

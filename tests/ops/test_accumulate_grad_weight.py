@@ -133,7 +133,7 @@ def test_log_probabilities(device, dtype, budget, entropy, logits_dtype):
     how = {"temperature": 0.8, "softcap": 6.0, "logits_dtype": logits_dtype, "memory_budget": BUDGETS[budget]}
     for part in PARTS:
         out = liger.fused_linear_logprobs(
-            x[part], weight, target[part], bias, **how, return_entropy=True, return_argmax=True,
+            x[part], weight, target[part], bias, **how, metrics=("entropy", "argmax"),
             accumulate_grad_weight=True,
         )  # fmt: skip
         total = (out.logprobs * upstream[0, part]).sum()

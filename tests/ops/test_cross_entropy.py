@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
 from cross_entropy_reference import (
+    ALL_METRICS,
     LARGEST_LSE,
     METRICS,
     OPTIONS,
-    RETURN_ALL,
     options,
     random_logits,
     reference,
@@ -81,11 +81,11 @@ def test_class_weighted_mean_equals_torch_cross_entropy_loss(device, reduction):
 def test_leading_dimensions(device, shape, reduction):
     logits = torch.randn(shape, device=device, requires_grad=True)
     target = torch.randint(0, 33, shape[:-1], device=device)
-    output = liger.cross_entropy(logits, target, reduction=reduction, **RETURN_ALL)
+    output = liger.cross_entropy(logits, target, reduction=reduction, **ALL_METRICS)
     expected = reference(logits.detach().reshape(-1, 33).double(), target.reshape(-1), reduction=reduction)
     loss_shape = target.shape if reduction == "none" else ()
     assert output.loss.shape == output.z_loss.shape == loss_shape
-    assert output.predicted_tokens.shape == output.logprobs.shape == output.entropy.shape == target.shape
+    assert output.argmax.shape == output.logprobs.shape == output.entropy.shape == target.shape
     torch.testing.assert_close(
         output.loss.double().reshape(-1), expected["loss"].reshape(-1), rtol=1e-5, atol=1e-5
     )
@@ -125,9 +125,9 @@ def test_expanded_upstream_gradient(device):
 
 def test_int32_and_strided_targets(device):
     logits, target = random_logits(12, 50, device)
-    expected = liger.cross_entropy(logits, target, **RETURN_ALL)
+    expected = liger.cross_entropy(logits, target, **ALL_METRICS)
     for other in (target.int(), strided_like(target), strided_like(target.int())):
-        for a, b in zip(liger.cross_entropy(logits, other, **RETURN_ALL), expected, strict=True):
+        for a, b in zip(liger.cross_entropy(logits, other, **ALL_METRICS), expected, strict=True):
             assert torch.equal(a, b)
 
 
@@ -174,7 +174,7 @@ def test_gradcheck(float64_device):
 def test_no_rows(device, reduction):
     logits = torch.randn(0, 9, device=device, requires_grad=True)
     target = torch.zeros(0, dtype=torch.int64, device=device)
-    output = liger.cross_entropy(logits, target, reduction=reduction, **RETURN_ALL)
+    output = liger.cross_entropy(logits, target, reduction=reduction, **ALL_METRICS)
     expected = torch.nn.functional.cross_entropy(logits.detach(), target, reduction=reduction)
     torch.testing.assert_close(output.loss, expected, equal_nan=True)
     assert output.token_accuracy.isnan()
@@ -187,11 +187,11 @@ def test_all_ignored_as_torch(device, reduction):
     logits = torch.randn(5, 9, device=device)
     target = torch.full((5,), -100, device=device)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    output = liger.cross_entropy(ours, target, reduction=reduction, **RETURN_ALL)
+    output = liger.cross_entropy(ours, target, reduction=reduction, **ALL_METRICS)
     expected = torch.nn.functional.cross_entropy(theirs, target, reduction=reduction)
     torch.testing.assert_close(output.loss, expected, equal_nan=True)
     assert output.token_accuracy.isnan()
-    assert torch.equal(output.predicted_tokens, target.new_full((5,), -1))
+    assert torch.equal(output.argmax, target.new_full((5,), -1))
     output.loss.sum().backward()
     expected.sum().backward()
     assert torch.equal(ours.grad, theirs.grad) and not ours.grad.any()
@@ -201,10 +201,10 @@ def test_all_ignored_as_torch(device, reduction):
 def test_ignored_rows_may_hold_anything(device, poison):
     logits, target = random_logits(6, 33, device)
     target[2] = -100
-    clean = liger.cross_entropy(logits, target, label_smoothing=0.1, lse_square_scale=0.1, **RETURN_ALL)
+    clean = liger.cross_entropy(logits, target, label_smoothing=0.1, lse_square_scale=0.1, **ALL_METRICS)
     logits[2] = poison
     leaf = logits.requires_grad_()
-    output = liger.cross_entropy(leaf, target, label_smoothing=0.1, lse_square_scale=0.1, **RETURN_ALL)
+    output = liger.cross_entropy(leaf, target, label_smoothing=0.1, lse_square_scale=0.1, **ALL_METRICS)
     for a, b in zip(output, clean, strict=True):
         assert torch.equal(a, b)
     output.loss.backward()
@@ -216,7 +216,7 @@ def test_minus_infinity_where_it_plays_no_role(device):
     target[:] = 3
     logits[:, 10:] = -torch.inf
     ours = logits.clone().requires_grad_()
-    output = liger.cross_entropy(ours, target, **RETURN_ALL)
+    output = liger.cross_entropy(ours, target, **ALL_METRICS)
     output.loss.backward()
     expected = reference(logits[:, :10].double(), target)
     torch.testing.assert_close(output.loss.double(), expected["loss"], rtol=1e-6, atol=1e-6)
@@ -232,7 +232,7 @@ def test_classes_masked_by_huge_negative_numbers(device, mask):
     logits[:, 4:9000] = mask
     logits[2] = mask
     ours = logits.clone().requires_grad_()
-    output = liger.cross_entropy(ours, target, reduction="none", return_entropy=True)
+    output = liger.cross_entropy(ours, target, reduction="none", metrics=("entropy",))
     output.loss.sum().backward()
     expected = reference(logits.double(), target, reduction="none")
     torch.testing.assert_close(output.loss[:2].double(), expected["loss"][:2], rtol=1e-5, atol=1e-6)
@@ -280,9 +280,9 @@ def test_huge_logits(device, dtype, reduction):
 def test_one_class(device):
     logits = torch.randn(3, 1, device=device, requires_grad=True)
     target = torch.zeros(3, dtype=torch.int64, device=device)
-    output = liger.cross_entropy(logits, target, label_smoothing=0.1, **RETURN_ALL)
+    output = liger.cross_entropy(logits, target, label_smoothing=0.1, **ALL_METRICS)
     output.loss.backward()
-    for zero in (output.loss, output.logprobs, output.entropy, output.predicted_tokens, logits.grad):
+    for zero in (output.loss, output.logprobs, output.entropy, output.argmax, logits.grad):
         assert not zero.any()
     assert output.token_accuracy == 1
 
@@ -292,16 +292,16 @@ def test_ties_give_the_lowest_index(device):
     logits[0, 4000:] = 1.0
     logits[1, [1023, 1024, 4999]] = 2.0
     target = torch.tensor([4000, 1024, 0], device=device)
-    output = liger.cross_entropy(logits, target, **RETURN_ALL)
-    assert output.predicted_tokens.tolist() == [4000, 1023, 0]
+    output = liger.cross_entropy(logits, target, **ALL_METRICS)
+    assert output.argmax.tolist() == [4000, 1023, 0]
     torch.testing.assert_close(output.token_accuracy.item(), 2 / 3)
 
 
 def test_saturated_softcap_keeps_the_prediction(device):
     logits = torch.tensor([[50.0, 60.0, 55.0]], device=device)
     target = torch.zeros(1, dtype=torch.int64, device=device)
-    output = liger.cross_entropy(logits, target, softcap=1.0, return_predicted_tokens=True)
-    assert output.predicted_tokens.item() == 1
+    output = liger.cross_entropy(logits, target, softcap=1.0, metrics=("argmax",))
+    assert output.argmax.item() == 1
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
@@ -313,9 +313,9 @@ def test_metrics(device, name, reduction):
     chosen = options(name, 23, 300, device, reduction)
     logits, target = random_logits(23, 300, device, ignore_index=chosen.get("ignore_index", -100))
     target[::5] = logits[::5].argmax(-1)
-    output = liger.cross_entropy(logits, target, **chosen, **RETURN_ALL)
+    output = liger.cross_entropy(logits, target, **chosen, **ALL_METRICS)
     plain, exact = reference(logits, target, **chosen), reference(logits.double(), target, **chosen)
-    assert torch.equal(output.predicted_tokens, exact["predicted_tokens"])
+    assert torch.equal(output.argmax, exact["argmax"])
     for metric in ("loss", "z_loss", "token_accuracy", "logprobs", "entropy"):
         assert_as_exact_as_torch(getattr(output, metric), plain[metric], exact[metric], metric, LARGEST_LSE)
 
@@ -324,8 +324,8 @@ def test_metrics(device, name, reduction):
 def test_one_metric_alone(device, metric):
     logits, target = random_logits(11, 77, device)
     both = {"lse_square_scale": 0.01, "token_weight": torch.rand(11, device=device)}
-    everything = liger.cross_entropy(logits, target, **both, **RETURN_ALL)
-    alone = liger.cross_entropy(logits, target, **both, **{f"return_{metric}": True})
+    everything = liger.cross_entropy(logits, target, **both, **ALL_METRICS)
+    alone = liger.cross_entropy(logits, target, **both, metrics=(metric,))
     assert isinstance(alone, liger.CrossEntropyOutput)
     for field in liger.CrossEntropyOutput._fields:
         if field in ("loss", metric):
@@ -337,8 +337,8 @@ def test_one_metric_alone(device, metric):
 def test_dtypes_of_results(device):
     for dtype in DTYPES:
         logits, target = random_logits(4, 9, device, dtype)
-        for field, value in liger.cross_entropy(logits, target, **RETURN_ALL)._asdict().items():
-            assert value.dtype == (torch.int64 if field == "predicted_tokens" else torch.float32), field
+        for field, value in liger.cross_entropy(logits, target, **ALL_METRICS)._asdict().items():
+            assert value.dtype == (torch.int64 if field == "argmax" else torch.float32), field
             assert not value.requires_grad
 
 
@@ -368,7 +368,7 @@ def test_the_forward_op_makes_the_gradient_of_the_summed_loss(device, reduction)
 
 def test_only_the_loss_is_differentiable(device):
     logits, target = random_logits(4, 9, device)
-    output = liger.cross_entropy(logits.requires_grad_(), target, **RETURN_ALL)
+    output = liger.cross_entropy(logits.requires_grad_(), target, **ALL_METRICS)
     assert output.loss.requires_grad and output.loss.grad_fn is not None
     assert not any(value.requires_grad for value in output[1:])
 
@@ -376,7 +376,7 @@ def test_only_the_loss_is_differentiable(device):
 def test_mean_z_loss_is_a_class_weighted_mean(device):
     logits, target = random_logits(30, 12, device)
     w = torch.rand(12, device=device) + 0.1
-    got = liger.cross_entropy(logits, target, ce_weight=w, lse_square_scale=0.5, return_z_loss=True).z_loss
+    got = liger.cross_entropy(logits, target, ce_weight=w, lse_square_scale=0.5, metrics=("z_loss",)).z_loss
     live = target != -100
     rows = 0.5 * logits.double().logsumexp(-1).square()
     weights = w.double()[target.clamp_min(0)] * live
@@ -386,7 +386,7 @@ def test_mean_z_loss_is_a_class_weighted_mean(device):
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
 def test_low_precision_loss_keeps_float32_digits(device, dtype):
     logits, target = random_logits(64, 500, device, dtype)
-    output = liger.cross_entropy(logits, target, lse_square_scale=1e-3, return_z_loss=True)
+    output = liger.cross_entropy(logits, target, lse_square_scale=1e-3, metrics=("z_loss",))
     exact = reference(logits.double(), target, lse_square_scale=1e-3)
     torch.testing.assert_close(output.loss.double(), exact["loss"], rtol=1e-6, atol=0)
     torch.testing.assert_close(output.z_loss.double(), exact["z_loss"], rtol=1e-6, atol=0)

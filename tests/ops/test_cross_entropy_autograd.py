@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from cases import DTYPES
-from cross_entropy_reference import RETURN_ALL, options, random_logits
+from cross_entropy_reference import ALL_METRICS, options, random_logits
 
 import liger
 
@@ -24,7 +24,7 @@ def test_logits_without_a_gradient_are_never_written(device, inplace, grad_mode)
     logits, target = random_logits(8, 33, device)
     before, version = logits.clone(), logits._version
     with torch.set_grad_enabled(grad_mode):
-        liger.cross_entropy(logits, target, inplace=inplace, **RETURN_ALL)
+        liger.cross_entropy(logits, target, inplace=inplace, **ALL_METRICS)
     assert torch.equal(logits, before) and logits._version == version
 
 
@@ -202,7 +202,7 @@ def test_same_bits_twice(device):
     leaf = logits.requires_grad_()
     runs = []
     for _ in range(2):
-        output = liger.cross_entropy(leaf, target, label_smoothing=0.1, lse_square_scale=1e-3, **RETURN_ALL)
+        output = liger.cross_entropy(leaf, target, label_smoothing=0.1, lse_square_scale=1e-3, **ALL_METRICS)
         runs.append([*output, *torch.autograd.grad(output.loss, leaf)])
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
@@ -214,7 +214,7 @@ def test_block_size_changes_no_bit(monkeypatch):
     runs = []
     for size in (1 << 22, 100):
         monkeypatch.setattr("liger._core.row_blocks._CPU_BLOCK", size)
-        output = liger.cross_entropy(leaf, target, label_smoothing=0.1, **RETURN_ALL)
+        output = liger.cross_entropy(leaf, target, label_smoothing=0.1, **ALL_METRICS)
         runs.append([*output, *torch.autograd.grad(output.loss, leaf)])
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)

@@ -31,7 +31,7 @@ def test_cross_entropy_target_out_of_range_on_a_gpu_gives_nan(device, wrong, cla
     wrong = wrong if isinstance(wrong, int) else classes
     logits = torch.randn(4, classes, device=device, requires_grad=True)
     target = torch.tensor([1, wrong, 3, -100], device=device)
-    output = liger.cross_entropy(logits, target, reduction="none", return_logprobs=True)
+    output = liger.cross_entropy(logits, target, reduction="none", metrics=("logprobs",))
     assert output.loss.isnan().tolist() == output.logprobs.isnan().tolist() == [False, True, False, False]
     output.loss.sum().backward()
     assert logits.grad.isnan().all(-1).tolist() == [False, True, False, False]

@@ -16,12 +16,12 @@ def test_long_rows_of_every_alignment(device, vocab, inplace, dtype):
     logits, target = random_logits(4, vocab, device, dtype)
     target[1] = -100
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    output = liger.cross_entropy(leaf * 1, target, inplace=inplace, return_predicted_tokens=True)
+    output = liger.cross_entropy(leaf * 1, target, inplace=inplace, metrics=("argmax",))
     output.loss.backward()
     expected = reference(exact, target)
     expected["loss"].backward()
     torch.testing.assert_close(output.loss.double(), expected["loss"], rtol=1e-6, atol=0)
-    assert torch.equal(output.predicted_tokens, expected["predicted_tokens"])
+    assert torch.equal(output.argmax, expected["argmax"])
     assert not leaf.grad[1].any()
     epsilon = torch.finfo(dtype).eps
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=epsilon + 1e-5, atol=1e-12)
@@ -37,13 +37,11 @@ def test_more_than_two_to_the_31_logits(device, inplace):
     logits = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(0, vocab, (rows,), device=device)
     tail = logits[-last:].detach().clone().requires_grad_()
-    output = liger.cross_entropy(
-        logits * 1, target, reduction="sum", inplace=inplace, return_predicted_tokens=True
-    )
+    output = liger.cross_entropy(logits * 1, target, reduction="sum", inplace=inplace, metrics=("argmax",))
     output.loss.backward()
-    expected = liger.cross_entropy(tail, target[-last:], reduction="sum", return_predicted_tokens=True)
+    expected = liger.cross_entropy(tail, target[-last:], reduction="sum", metrics=("argmax",))
     expected.loss.backward()
-    assert torch.equal(output.predicted_tokens[-last:], expected.predicted_tokens)
+    assert torch.equal(output.argmax[-last:], expected.argmax)
     torch.testing.assert_close(logits.grad[-last:], tail.grad, rtol=1e-2, atol=1e-6)
     per_row = liger.cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(per_row[-last:].sum(), expected.loss, rtol=1e-5, atol=0)
@@ -71,7 +69,7 @@ def padded(tensor):
 
 
 def per_row(logits, target, inplace, wanted, **chosen):
-    """(losses, predicted_tokens, entropy, gradient) of the op that makes the gradient in its forward."""
+    """(losses, argmax, entropy, gradient) of the op that makes the gradient in its forward."""
     options = [chosen.get(name, default) for name, default in OPTIONAL.items()]
     if inplace:
         results = torch.ops.liger.cross_entropy_forward_(logits, target, *options, "none", *5 * [wanted])
@@ -92,7 +90,7 @@ def check_rows(values, target, layout, inplace, **chosen):
         loss, predicted, entropy, gradient = per_row(logits, target, inplace, wanted, **chosen)
         torch.testing.assert_close(loss.double(), expected["loss"], rtol=1e-5, atol=1e-5)
         if wanted:
-            assert torch.equal(predicted, expected["predicted_tokens"])
+            assert torch.equal(predicted, expected["argmax"])
             torch.testing.assert_close(entropy.double(), expected["entropy"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient.double(), exact.grad, rtol=epsilon + 2e-5, atol=smallest)
         assert inplace or torch.equal(logits, values)

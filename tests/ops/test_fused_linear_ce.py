@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import DTYPES, assert_as_exact_as_torch, check_op, error, strided_like
 from cross_entropy_reference import (
+    ALL_METRICS,
     LARGEST_LSE,
     METRICS,
     OPTIONS,
-    RETURN_ALL,
     check_layer,
     leaves,
     options,
@@ -147,11 +147,11 @@ def test_accumulated_gradients_equal_the_whole_batch(device):
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 3), ()], ids=str)
 def test_leading_dimensions(device, shape, reduction):
     x, weight, bias, target = random_layer(torch.Size(shape).numel(), 12, 33, device)
-    flat = liger.fused_linear_ce(x, weight, target, bias, reduction=reduction, **RETURN_ALL)
+    flat = liger.fused_linear_ce(x, weight, target, bias, reduction=reduction, **ALL_METRICS)
     x, y = x.view(*shape, 12).requires_grad_(), target.view(shape)
-    output = liger.fused_linear_ce(x, weight, y, bias, reduction=reduction, **RETURN_ALL)
+    output = liger.fused_linear_ce(x, weight, y, bias, reduction=reduction, **ALL_METRICS)
     for field, a, b in zip(output._fields, output, flat, strict=True):
-        per_row = field in ("predicted_tokens", "logprobs", "entropy")
+        per_row = field in ("argmax", "logprobs", "entropy")
         per_row |= reduction == "none" and field in ("loss", "z_loss")
         assert a.shape == (shape if per_row else ()), field
         assert torch.equal(a.reshape(-1), b.reshape(-1)), field
@@ -183,8 +183,8 @@ def test_strided_arguments(device, make, reduction):
 def test_int32_targets(device):
     x, weight, bias, target = random_layer(10, 24, 65, device)
     for a, b in zip(
-        liger.fused_linear_ce(x, weight, target.int(), bias, **RETURN_ALL),
-        liger.fused_linear_ce(x, weight, target, bias, **RETURN_ALL),
+        liger.fused_linear_ce(x, weight, target.int(), bias, **ALL_METRICS),
+        liger.fused_linear_ce(x, weight, target, bias, **ALL_METRICS),
         strict=True,
     ):
         assert torch.equal(a, b)
@@ -214,7 +214,7 @@ def test_no_rows_and_all_ignored_as_torch(device, rows, reduction):
     x, weight, bias, _ = random_layer(rows, 8, 9, device)
     target = torch.full((rows,), -100, device=device)
     ours, theirs = leaves(x, weight, bias), leaves(x, weight, bias)
-    output = liger.fused_linear_ce(ours[0], ours[1], target, ours[2], reduction=reduction, **RETURN_ALL)
+    output = liger.fused_linear_ce(ours[0], ours[1], target, ours[2], reduction=reduction, **ALL_METRICS)
     expected = torch.nn.functional.cross_entropy(linear(*theirs), target, reduction=reduction)
     torch.testing.assert_close(output.loss, expected, equal_nan=True)
     assert output.token_accuracy.isnan()
@@ -247,13 +247,13 @@ def test_metrics(device, name, reduction, chunk):
     exact_logits = linear(*(t.double() for t in (x, weight, bias)))
     target[::5] = exact_logits[::5].argmax(-1)
     output = liger.fused_linear_ce(
-        x, weight, target, bias, memory_budget=rows_per_chunk(chunk, weight), **chosen, **RETURN_ALL
+        x, weight, target, bias, memory_budget=rows_per_chunk(chunk, weight), **chosen, **ALL_METRICS
     )
     plain, exact = (
         reference(linear(x, weight, bias), target, **chosen),
         reference(exact_logits, target, **chosen),
     )
-    assert torch.equal(output.predicted_tokens, exact["predicted_tokens"])
+    assert torch.equal(output.argmax, exact["argmax"])
     for metric in ("loss", "z_loss", "token_accuracy", "logprobs", "entropy"):
         assert_as_exact_as_torch(getattr(output, metric), plain[metric], exact[metric], metric, LARGEST_LSE)
 
@@ -261,10 +261,8 @@ def test_metrics(device, name, reduction, chunk):
 @pytest.mark.parametrize("metric", METRICS)
 def test_one_metric_alone(device, metric):
     x, weight, bias, target = random_layer(11, 16, 77, device)
-    everything = liger.fused_linear_ce(x, weight, target, bias, lse_square_scale=0.01, **RETURN_ALL)
-    alone = liger.fused_linear_ce(
-        x, weight, target, bias, lse_square_scale=0.01, **{f"return_{metric}": True}
-    )
+    everything = liger.fused_linear_ce(x, weight, target, bias, lse_square_scale=0.01, **ALL_METRICS)
+    alone = liger.fused_linear_ce(x, weight, target, bias, lse_square_scale=0.01, metrics=(metric,))
     for field in liger.CrossEntropyOutput._fields:
         if field in ("loss", metric):
             assert torch.equal(getattr(alone, field), getattr(everything, field))
@@ -275,13 +273,13 @@ def test_one_metric_alone(device, metric):
 def test_dtypes_of_results(device):
     for dtype in DTYPES:
         x, weight, bias, target = random_layer(4, 8, 9, device, dtype)
-        for field, value in liger.fused_linear_ce(x, weight, target, bias, **RETURN_ALL)._asdict().items():
-            assert value.dtype == (torch.int64 if field == "predicted_tokens" else torch.float32), field
+        for field, value in liger.fused_linear_ce(x, weight, target, bias, **ALL_METRICS)._asdict().items():
+            assert value.dtype == (torch.int64 if field == "argmax" else torch.float32), field
 
 
 def test_only_the_loss_is_differentiable(device):
     x, weight, bias, target = random_layer(4, 8, 9, device)
-    output = liger.fused_linear_ce(*leaves(x, weight), target, bias, **RETURN_ALL)
+    output = liger.fused_linear_ce(*leaves(x, weight), target, bias, **ALL_METRICS)
     assert output.loss.requires_grad and not any(value.requires_grad for value in output[1:])
 
 
@@ -307,7 +305,7 @@ def test_more_than_two_to_the_31_logits_in_one_chunk(device, reduction):
             memory_budget=budget,
             reduction=reduction,
             denominator=denominator,
-            return_logprobs=True,
+            metrics=("logprobs",),
         )
         for tensors, y in ((whole, target), (tail, target[-last:]))
     ]
@@ -328,7 +326,7 @@ def test_a_loss_scale_keeps_the_bits_of_float16(device, divisor):
         divisor, {"denominator": torch.tensor(1500.0, device=device), "reduction": "sum"}
     )
     leaves = [t.half().requires_grad_() for t in (x, weight)]
-    loss = liger.fused_linear_ce(*leaves, target, **options, return_z_loss=True, lse_square_scale=1e-3)
+    loss = liger.fused_linear_ce(*leaves, target, **options, metrics=("z_loss",), lse_square_scale=1e-3)
     grads = torch.autograd.grad(loss.loss * loss_scale, leaves)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     logits = linear(*wide)

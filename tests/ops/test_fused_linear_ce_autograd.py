@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import DTYPES
-from cross_entropy_reference import RETURN_ALL, leaves, random_layer, rows_per_chunk
+from cross_entropy_reference import ALL_METRICS, leaves, random_layer, rows_per_chunk
 from torch.nn.functional import linear
 
 import liger
@@ -135,7 +135,7 @@ def test_inputs_are_not_written_and_bits_repeat(device):
     runs = []
     for _ in range(2):
         output = liger.fused_linear_ce(
-            copies[0], copies[1], target, copies[2], memory_budget=rows_per_chunk(32, weight), **RETURN_ALL
+            copies[0], copies[1], target, copies[2], memory_budget=rows_per_chunk(32, weight), **ALL_METRICS
         )
         runs.append([*output, *torch.autograd.grad(output.loss, copies)])
     for a, b in zip(*runs, strict=True):

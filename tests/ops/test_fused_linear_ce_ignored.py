@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import DTYPES, assert_as_exact_as_torch, strided_like
 from cross_entropy_reference import (
+    ALL_METRICS,
     LARGEST_LSE,
-    RETURN_ALL,
     check_layer,
     leaves,
     options,
@@ -97,10 +97,15 @@ def test_metrics_at_their_rows(device, mask, reduction):
     live = target != chosen["ignore_index"]
     target[live & (torch.arange(ROWS, device=device) % 3 == 0)] = VOCAB - 1
     output = liger.fused_linear_ce(
-        *tensors[:2], target, tensors[2], memory_budget=rows_per_chunk(16, tensors[1]), **chosen, **RETURN_ALL
+        *tensors[:2],
+        target,
+        tensors[2],
+        memory_budget=rows_per_chunk(16, tensors[1]),
+        **chosen,
+        **ALL_METRICS,
     )
     plain, exact = (reference(z, target, **chosen) for z in (linear(*tensors), exact_logits))
-    assert torch.equal(output.predicted_tokens, exact["predicted_tokens"])
+    assert torch.equal(output.argmax, exact["argmax"])
     for metric in ("loss", "z_loss", "token_accuracy", "logprobs", "entropy"):
         assert_as_exact_as_torch(getattr(output, metric), plain[metric], exact[metric], metric, LARGEST_LSE)
 
@@ -114,7 +119,7 @@ def test_only_what_is_trained(device, mask, trained):
     ours, theirs = (
         [t.clone().requires_grad_(want) for t, want in zip(tensors[:2], trained, strict=True)] for _ in "ab"
     )
-    loss = liger.fused_linear_ce(*ours, target, memory_budget=budget, return_logprobs=True)
+    loss = liger.fused_linear_ce(*ours, target, memory_budget=budget, metrics=("logprobs",))
     expected = reference(linear(*theirs), target)
     torch.testing.assert_close(loss.loss, expected["loss"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss.logprobs, expected["logprobs"], rtol=1e-5, atol=1e-5)
@@ -133,14 +138,14 @@ def test_all_ignored(device, reduction, budget):
     tensors, target = layer(ignored_rows("all"), device)
     copies = leaves(*tensors)
     output = liger.fused_linear_ce(
-        *copies[:2], target, copies[2], reduction=reduction, **RETURN_ALL,
+        *copies[:2], target, copies[2], reduction=reduction, **ALL_METRICS,
         memory_budget=budget and rows_per_chunk(budget, tensors[1]),
     )  # fmt: skip
     if reduction == "mean":
         assert output.loss.isnan()
     else:
         assert not output.loss.any() and not output.z_loss.any()
-    assert (output.predicted_tokens == -1).all() and output.predicted_tokens.shape == (ROWS,)
+    assert (output.argmax == -1).all() and output.argmax.shape == (ROWS,)
     for rows in (output.logprobs, output.entropy):
         assert rows.shape == (ROWS,) and not rows.any()
     output.loss.sum().backward()
@@ -169,7 +174,7 @@ def test_int32_targets_and_strided_arguments(device):
     for form in (lambda t: t, strided_like, lambda t: t.int() if t.dtype == torch.int64 else t):
         copies = leaves(*(form(t) for t in tensors))
         output = liger.fused_linear_ce(
-            *copies[:2], form(target), copies[2], token_weight=form(token_weight), memory_budget=budget, **RETURN_ALL
+            *copies[:2], form(target), copies[2], token_weight=form(token_weight), memory_budget=budget, **ALL_METRICS
         )  # fmt: skip
         results.append([*output, *torch.autograd.grad(output.loss, copies)])
     for first, *others in zip(*results, strict=True):
@@ -183,7 +188,7 @@ def test_inputs_are_not_written_and_bits_repeat(device):
     runs = []
     for _ in range(2):
         output = liger.fused_linear_ce(
-            *copies[:2], target, copies[2], memory_budget=rows_per_chunk(16, tensors[1]), **RETURN_ALL
+            *copies[:2], target, copies[2], memory_budget=rows_per_chunk(16, tensors[1]), **ALL_METRICS
         )
         runs.append([*output, *torch.autograd.grad(output.loss, copies)])
     for a, b in zip(*runs, strict=True):
@@ -268,11 +273,11 @@ def test_one_chunk_with_a_head(device, mask):
     (x, weight, bias), target = layer(mask, device, hidden, vocab, torch.bfloat16)
     valid = ~mask.to(device)
     ours, theirs = leaves(x, weight, bias), leaves(x, weight, bias)
-    output = liger.fused_linear_ce(*ours[:2], target, ours[2], reduction="sum", **RETURN_ALL)
+    output = liger.fused_linear_ce(*ours[:2], target, ours[2], reduction="sum", **ALL_METRICS)
     expected = reference(linear(*theirs), target, reduction="sum")
     torch.testing.assert_close(output.loss, expected["loss"], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(output.logprobs, expected["logprobs"], rtol=1e-2, atol=2e-2)
-    assert not output.logprobs[~valid].any() and (output.predicted_tokens[~valid] == -1).all()
+    assert not output.logprobs[~valid].any() and (output.argmax[~valid] == -1).all()
     output.loss.backward()
     expected["loss"].backward()
     for a, b in zip(ours, theirs, strict=True):
@@ -291,7 +296,7 @@ def test_cuda_graph_gives_the_same_numbers(device, reduction):
 
     def step():
         output = liger.fused_linear_ce(
-            *copies[:2], static, copies[2], memory_budget=budget, reduction=reduction, **RETURN_ALL
+            *copies[:2], static, copies[2], memory_budget=budget, reduction=reduction, **ALL_METRICS
         )
         return [*output, *torch.autograd.grad(output.loss.sum(), copies)]
 

@@ -24,7 +24,7 @@ def make(device, dtype=torch.float32, rows=ROWS):
     return {
         "input": tensor(rows, HIDDEN),
         "weight": tensor(VOCAB, HIDDEN),
-        "teacher": tensor(rows, TEACHER),
+        "teacher_input": tensor(rows, TEACHER),
         "teacher_weight": tensor(VOCAB, TEACHER),
         "bias": tensor(VOCAB),
         "teacher_bias": tensor(VOCAB),
@@ -37,26 +37,16 @@ def budget(dtype, rows=4):
 
 
 def plain(name, t, *arguments, **options):
-    teacher = t["teacher"]
-    if t["teacher_weight"] is not None:
-        teacher = F.linear(teacher, t["teacher_weight"], t["teacher_bias"])
+    teacher = t.get("teacher_logits")
+    if teacher is None:
+        teacher = F.linear(t["teacher_input"], t["teacher_weight"], t["teacher_bias"])
     return FORMS[name][1](
         F.linear(t["input"], t["weight"], t["bias"]), teacher, *arguments, **FORMS[name][2], **options
     )
 
 
 def fused(name, t, target=None, **options):
-    named = {"bias": t["bias"], "teacher_bias": t["teacher_bias"]}
-    return FORMS[name][0](
-        t["input"],
-        t["weight"],
-        t["teacher"],
-        t["teacher_weight"],
-        target,
-        **named,
-        **FORMS[name][2],
-        **options,
-    )
+    return FORMS[name][0](**t, target=target, **FORMS[name][2], **options)
 
 
 LEAVES = ("input", "weight", "bias")
@@ -106,8 +96,8 @@ def test_loss_of_each_row(device, name):
 
 def test_logits_of_the_teacher(device):
     tensors = make(device)
-    logits = F.linear(tensors["teacher"], tensors["teacher_weight"], tensors["teacher_bias"])
-    given = {**tensors, "teacher": logits, "teacher_weight": None, "teacher_bias": None}
+    logits = F.linear(tensors["teacher_input"], tensors["teacher_weight"], tensors["teacher_bias"])
+    given = {name: tensors[name] for name in ("input", "weight", "bias")} | {"teacher_logits": logits}
     small = budget(torch.float32)
     expected = with_gradients(lambda t: plain("jsd 0.3", t), tensors)
     whole = with_gradients(lambda t: fused("jsd 0.3", t), given)
@@ -118,7 +108,7 @@ def test_logits_of_the_teacher(device):
 
 def test_leading_dimensions_and_an_upstream_factor(device):
     tensors = make(device)
-    shaped = {k: v.view(2, 7, -1) if k in ("input", "teacher") else v for k, v in tensors.items()}
+    shaped = {k: v.view(2, 7, -1) if k in ("input", "teacher_input") else v for k, v in tensors.items()}
     three = torch.tensor(3.0, device=device)
     actual = with_gradients(lambda t: fused("kl", t, reduction="batchmean"), shaped, three)
     expected = with_gradients(lambda t: plain("kl", t, reduction="sum"), tensors, three)
@@ -132,7 +122,7 @@ def test_micro_batches_add_up(device):
     whole = with_gradients(lambda t: fused("kl", t), tensors)
     count, parts = torch.tensor(ROWS, device=device), []
     for rows in (slice(0, 5), slice(5, ROWS)):
-        part = {k: v[rows] if k in ("input", "teacher") else v for k, v in tensors.items()}
+        part = {k: v[rows] if k in ("input", "teacher_input") else v for k, v in tensors.items()}
         parts.append(with_gradients(lambda t: fused("kl", t, denominator=count), part))
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
     torch.testing.assert_close(parts[0][2] + parts[1][2], whole[2], rtol=1e-4, atol=1e-6)
@@ -161,7 +151,7 @@ def torch_divergence(name, t):
     """Summed over rows, in torch."""
     student, teacher = (
         F.linear(t[key], t[f"{part}weight"], t[f"{part}bias"]).log_softmax(-1)
-        for key, part in (("input", ""), ("teacher", "teacher_"))
+        for key, part in (("input", ""), ("teacher_input", "teacher_"))
     )
     form = {"kl": forward_kl, "reverse kl": reverse_kl, "jsd 0.3": jsd(0.3)}[name]
     return form(student, teacher).sum()
@@ -260,7 +250,7 @@ def test_ignored_rows_may_hold_anything(device, name, dtype):
     target[::3] = -100
     expected = with_gradients(lambda t: fused(name, t, target, memory_budget=budget(dtype)), tensors)
     spoilt = dict(tensors)
-    for of in ("input", "teacher"):
+    for of in ("input", "teacher_input"):
         spoilt[of] = tensors[of].masked_fill((target == -100).unsqueeze(1), torch.nan)
     found = with_gradients(lambda t: fused(name, t, target, memory_budget=budget(dtype)), spoilt)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -277,11 +267,23 @@ def test_bad_input(device):
         r"fused_linear_jsd: teacher_weight has shape \(56, 40\)",
         {"teacher_weight": tensors["teacher_weight"][1:]},
     )
-    refuses("fused_linear_jsd: teacher has shape", {"teacher": tensors["teacher"][1:]})
+    refuses("fused_linear_jsd: teacher_input has shape", {"teacher_input": tensors["teacher_input"][1:]})
+    none = {"teacher_input": None, "teacher_weight": None, "teacher_bias": None}
+    logits = torch.zeros(ROWS, VOCAB - 1, device=device)
     refuses(
-        "fused_linear_jsd: teacher has shape .*, expected logits of 57 classes",
-        {"teacher_weight": None, "teacher_bias": None},
+        "fused_linear_jsd: teacher_logits has shape .*, expected logits of 57 classes",
+        {**none, "teacher_logits": logits},
     )
+    for match, change in {
+        "neither of teacher_input and teacher_logits were given": none,
+        "both of teacher_input and teacher_logits were given": {"teacher_logits": logits},
+        "teacher_input was given without teacher_weight": {"teacher_weight": None},
+        "teacher_bias was given with teacher_logits": {
+            **none, "teacher_logits": logits, "teacher_bias": tensors["teacher_bias"],
+        },
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"fused_linear_jsd: {match}"):
+            fused("jsd 0.3", {**tensors, **change})
     refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
     refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})
     refuses("fused_linear_jsd: memory_budget is 0", memory_budget=0)

@@ -48,7 +48,7 @@ def leaves(tensors, dtype=None):
 
 def results(function, tensors, entropy):
     """[log-probabilities, entropies, gradients] of a sum with a different weight for every row."""
-    logprobs, entropies, _ = function(*tensors)
+    logprobs, entropies = function(*tensors)[:2]
     ramp = torch.linspace(-1, 2, ROWS, device=logprobs.device, dtype=logprobs.dtype)
     total = (logprobs * ramp).sum() + ((entropies * ramp.flip(0)).sum() if entropy else 0.0)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
@@ -63,7 +63,7 @@ def results(function, tensors, entropy):
 def test_against_float64(device, dtype, options, budget, entropy):
     options = OPTIONS[options]
     tensors = make(device, dtype)
-    how = {**options, "memory_budget": BUDGETS[budget], "return_entropy": True, "return_argmax": True}
+    how = {**options, "memory_budget": BUDGETS[budget], "metrics": ("entropy", "argmax")}
     mine = results(lambda *t: liger.fused_linear_logprobs(*t, **how), leaves(tensors), entropy)
     torchs = results(lambda *t: plain(*t, **options), leaves(tensors), entropy)
     exact = results(lambda *t: plain(*t, **options), leaves(tensors, torch.float64), entropy)
@@ -81,7 +81,7 @@ def test_gradcheck():
     def both(*tensors):
         x, w, b = tensors
         out = liger.fused_linear_logprobs(
-            x, w, targets, b, 0.8, softcap=4.0, memory_budget=2 * 40 * 8, return_entropy=True
+            x, w, targets, b, temperature=0.8, softcap=4.0, memory_budget=2 * 40 * 8, metrics=("entropy",)
         )
         return out.logprobs, out.entropy
 
@@ -93,7 +93,7 @@ def test_argmax_and_shapes(device):
     hidden, targets = hidden[:20].view(4, 5, HIDDEN), targets[:20].view(4, 5)
     for temperature in (1.0, 2.0):
         out = liger.fused_linear_logprobs(
-            strided_like(hidden), weight, targets.int(), bias, temperature, return_argmax=True
+            strided_like(hidden), weight, targets.int(), bias, temperature=temperature, metrics=("argmax",)
         )
         expected = plain(hidden.view(20, -1), weight, targets.reshape(-1), bias, temperature)
         assert out.entropy is None and out.argmax.dtype == torch.int64
@@ -107,7 +107,7 @@ def test_only_what_needs_a_gradient(device, temperature, monkeypatch):
     hidden, weight, targets, bias = make(device)
     for wanted in ((True, False), (False, True)):
         pair = [t.clone().requires_grad_(w) for t, w in zip((hidden, weight), wanted, strict=True)]
-        logprobs = liger.fused_linear_logprobs(*pair, targets, bias, temperature)
+        logprobs = liger.fused_linear_logprobs(*pair, targets, bias, temperature=temperature)
         logprobs.sum().backward()
         both = leaves((hidden, weight))
         plain(*both, targets, bias, temperature)[0].sum().backward()
@@ -122,7 +122,7 @@ def test_only_what_needs_a_gradient(device, temperature, monkeypatch):
 def test_nothing_but_ignored_rows_and_no_rows(device, temperature):
     hidden, weight, targets, bias = leaves(make(device))
     for x, t in ((hidden, torch.full_like(targets, -100)), (hidden[:0], targets[:0])):
-        out = liger.fused_linear_logprobs(x, weight, t, bias, temperature, return_entropy=True)
+        out = liger.fused_linear_logprobs(x, weight, t, bias, temperature=temperature, metrics=("entropy",))
         grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), (hidden, weight, bias))
         assert not any(v.any() for v in (out.logprobs, out.entropy, *grads))
 
@@ -133,7 +133,7 @@ def test_classes_that_cannot_be_drawn(device):
     bias[-5:] = -torch.inf
     targets = targets.clamp(max=VOCAB - 6)
     x, w = leaves((hidden, weight))
-    out = liger.fused_linear_logprobs(x, w, targets, bias, return_entropy=True)
+    out = liger.fused_linear_logprobs(x, w, targets, bias, metrics=("entropy",))
     grads = torch.autograd.grad(out.logprobs.sum() + 2.0 * out.entropy.sum(), (x, w))
     y, v = leaves((hidden, weight[:-5]))
     expected = plain(y, v, targets, bias[:-5])
@@ -147,7 +147,7 @@ def test_compiled(device):
     tensors = make(device)
 
     def function(*t):
-        return liger.fused_linear_logprobs(*t, temperature=0.9, return_entropy=True)
+        return liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy",))
 
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(function, fullgraph=True, backend=backend)
@@ -161,16 +161,21 @@ def test_compiled(device):
     ("change", "message"),
     [
         (lambda x, w, t: (x, w[:, :-1], t), "weight has shape"),
-        (lambda x, w, t: (x, w, t[:-1]), "fused_linear_logprobs: targets has shape"),
+        (lambda x, w, t: (x, w, t[:-1]), "fused_linear_logprobs: target has shape"),
         (lambda x, w, t: (x, w.double(), t), "weight has dtype"),
-        (lambda x, w, t: (x, w, t.float()), "fused_linear_logprobs: targets has dtype"),
-        (lambda x, w, t: (x, w, t, None, 0.0), "fused_linear_logprobs: temperature is 0, expected a positive"),
-        (lambda x, w, t: (x, w, t, None, 1.0, -100, -1.0), "softcap"),
-        (lambda x, w, t: (x, w, t, None, 2.0, -100, None, 0), "memory_budget"),
-        (lambda x, w, t: (x, w, t + VOCAB), "fused_linear_logprobs: targets at row 0 is"),
+        (lambda x, w, t: (x, w, t.float()), "fused_linear_logprobs: target has dtype"),
+        ({"temperature": 0.0}, "fused_linear_logprobs: temperature is 0, expected a positive"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"memory_budget": 0}, "memory_budget"),
+        (lambda x, w, t: (x, w, t + VOCAB), "fused_linear_logprobs: target at row 0 is"),
     ],
 )  # fmt: skip
 def test_bad_input(change, message):
     hidden, weight, targets, _ = make("cpu")
+    tensors, options = (hidden, weight, targets.clamp_min(0)), {}
+    if isinstance(change, dict):
+        options = change
+    else:
+        tensors = change(*tensors)
     with pytest.raises(RuntimeError, match=message):
-        liger.fused_linear_logprobs(*change(hidden, weight, targets.clamp_min(0)))
+        liger.fused_linear_logprobs(*tensors, **options)

@@ -18,9 +18,7 @@ MIB = 1 << 20
 
 
 def kept(*tensors, **options):
-    return liger.fused_linear_logprobs(
-        *tensors, recompute=False, return_entropy=True, return_argmax=True, **options
-    )
+    return liger.fused_linear_logprobs(*tensors, recompute=False, metrics=("entropy", "argmax"), **options)
 
 
 @pytest.mark.covering(2)
@@ -71,7 +69,9 @@ def products(monkeypatch):
 @pytest.mark.parametrize(("recompute", "count"), [(False, 3), (True, 4), (None, 4)])
 def test_products(products, recompute, count):
     hidden, weight, targets, bias = leaves(make("cpu"))
-    logprobs = liger.fused_linear_logprobs(hidden, weight, targets, bias, 0.7, recompute=recompute)
+    logprobs = liger.fused_linear_logprobs(
+        hidden, weight, targets, bias, temperature=0.7, recompute=recompute
+    )
     assert products == [ROWS]
     logprobs.sum().backward()
     assert sum(products) == count * ROWS
@@ -98,7 +98,7 @@ def test_without_a_gradient_nothing_is_kept(products):
     ones = [None if t is None else t.requires_grad_() if t.is_floating_point() else t for t in make("cpu")]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        liger.fused_linear_logprobs(*ones, 0.7)
+        liger.fused_linear_logprobs(*ones, temperature=0.7)
     assert (ROWS, VOCAB) not in saved
 
 
@@ -152,9 +152,9 @@ def test_checkpointing(device, reentrant):
     wanted = [t for t in tensors if t.requires_grad]
 
     def function(*t):
-        return tuple(kept(*t))
+        return tuple(kept(*t))[:2]
 
-    logprobs, entropy, _ = checkpoint(function, *tensors, use_reentrant=reentrant)
+    logprobs, entropy = checkpoint(function, *tensors, use_reentrant=reentrant)
     (logprobs.sum() + entropy.sum()).backward()
     out = kept(*tensors)
     expected = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), wanted)
@@ -167,7 +167,7 @@ def test_compiled(device, recompute, dynamic):
     tensors = make(device)
 
     def function(*t):
-        return liger.fused_linear_logprobs(*t, temperature=0.9, return_entropy=True, recompute=recompute)
+        return liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy",), recompute=recompute)
 
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
@@ -260,7 +260,7 @@ def test_the_engine_takes_what_is_chosen():
 def raw_forward(keep):
     hidden, weight, targets, bias = make("cpu")
     return torch.ops.liger.fused_linear_logprobs_forward(
-        hidden, weight, targets, bias, 0.7, -100, None, None, True, False, keep, True
+        hidden, weight, targets, bias, 0.7, -100, None, None, True, False, keep=keep, need_grad_weight=True
     )
 
 

@@ -72,7 +72,7 @@ def test_float32_logits_are_kept_in_float32(device, logits_rows, dtypes, options
 
     def kept(*tensors):
         return liger.fused_linear_logprobs(
-            *tensors, **options, **FLOAT32, memory_budget=budget, return_entropy=True, return_argmax=True
+            *tensors, **options, **FLOAT32, memory_budget=budget, metrics=("entropy", "argmax")
         )
 
     found, dtypes_kept, mine = grads(kept, x, weight, bias)
@@ -112,7 +112,9 @@ def test_compiled(device):
     x, weight, target, _ = make(device, (torch.float16, torch.float32))
 
     def function(x, weight):
-        return liger.fused_linear_logprobs(x, weight, target, temperature=0.9, return_entropy=True, **FLOAT32)
+        return liger.fused_linear_logprobs(
+            x, weight, target, temperature=0.9, metrics=("entropy",), **FLOAT32
+        )
 
     def run(function):
         leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
@@ -130,7 +132,7 @@ def test_only_ignored_rows_and_no_rows(device):
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     for rows in (slice(None), slice(0)):
         ignored = torch.full_like(target[rows], -100)
-        out = liger.fused_linear_logprobs(x[rows], weight, ignored, bias, return_entropy=True, **FLOAT32)
+        out = liger.fused_linear_logprobs(x[rows], weight, ignored, bias, metrics=("entropy",), **FLOAT32)
         grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves, allow_unused=True)
         assert not any(t.any() for t in (out.logprobs, out.entropy, *grads))
 
@@ -146,7 +148,7 @@ def test_accumulated_weight_gradient(device, dtype, logits_dtype):
         leaves = [t.detach().clone().requires_grad_() for t in (x, bias)]
         out, dtypes = saved_by(
             lambda: liger.fused_linear_logprobs(
-                leaves[0], parameter, target, leaves[1], 0.7, return_entropy=True, recompute=recompute,
+                leaves[0], parameter, target, leaves[1], temperature=0.7, metrics=("entropy",), recompute=recompute,
                 logits_dtype=logits_dtype, accumulate_grad_weight=True,
             )
         )  # fmt: skip
@@ -188,7 +190,7 @@ def test_logits_that_were_kept_in_another_dtype():
     forward, backward = (
         getattr(torch.ops.liger, f"fused_linear_logprobs_{name}") for name in ("forward", "backward")
     )
-    *_, kept, rows = forward(*tensors, None, False, False, "logits", True)
+    *_, kept, rows = forward(*tensors, None, False, False, keep="logits", need_grad_weight=True)
     arguments = torch.ones(ROWS), None, *tensors, None, None, True, True, True, "logits"
     assert backward(*arguments, kept, rows)[0].isfinite().all()
     with pytest.raises(

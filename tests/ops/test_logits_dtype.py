@@ -61,7 +61,7 @@ def relative_error(a, b):
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)
 def test_stated_error(device, dtypes, bias, options, budget):
     tensors, options = make(device, dtypes, bias=bias), OPTIONS[options]
-    how = {**options, "memory_budget": BUDGETS[budget], "return_entropy": True, "return_argmax": True}
+    how = {**options, "memory_budget": BUDGETS[budget], "metrics": ("entropy", "argmax")}
     found = liger.fused_linear_logprobs(*tensors, **how, logits_dtype=torch.float32)
     assert found.logprobs.dtype == found.entropy.dtype == torch.float32
     exact = plain(*tensors, torch.float64, **options)
@@ -105,7 +105,7 @@ def test_gradients(device, dtypes, options, budget, entropy):
             total = total + (entropies * upstream[1]).sum()
         return torch.autograd.grad(total, leaves)
 
-    how = {**options, "memory_budget": BUDGETS[budget], "return_entropy": True}
+    how = {**options, "memory_budget": BUDGETS[budget], "metrics": ("entropy",)}
     mine = grads(lambda *t: liger.fused_linear_logprobs(*t, **how, logits_dtype=torch.float32), tensors)
     # Without the row of NaN, whose gradient here is that of a row that is left out.
     x = tensors[0].masked_fill((tensors[2] == -100).unsqueeze(1), 0.0)
@@ -250,7 +250,7 @@ def test_compiled(device):
 
     def function(x, weight):
         return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.9, return_entropy=True, logits_dtype=torch.float32
+            x, weight, target, temperature=0.9, metrics=("entropy",), logits_dtype=torch.float32
         )
 
     torch._dynamo.reset()
@@ -288,7 +288,13 @@ def test_only_ignored_rows_and_no_rows(device, temperature):
     for rows in (slice(None), slice(0)):
         ignored = torch.full_like(target[rows], -100)
         out = liger.fused_linear_logprobs(
-            x[rows], weight, ignored, bias, temperature, return_entropy=True, logits_dtype=torch.float32
+            x[rows],
+            weight,
+            ignored,
+            bias,
+            temperature=temperature,
+            metrics=("entropy",),
+            logits_dtype=torch.float32,
         )
         grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves, allow_unused=True)
         assert not any(t.any() for t in (out.logprobs, out.entropy, *grads))
@@ -297,18 +303,18 @@ def test_only_ignored_rows_and_no_rows(device, temperature):
 BAD = {
     "logits_dtype is float16, expected float32 or None": ({"logits_dtype": torch.float16}, {}),
     "logits_dtype is 'float32', expected a torch.dtype": ({"logits_dtype": "float32"}, {}),
-    "hidden has dtype float64, expected float16, bfloat16 or float32 with": (
-        {}, {"hidden": torch.float64, "weight": torch.float64},
+    "input has dtype float64, expected float16, bfloat16 or float32 with": (
+        {}, {"input": torch.float64, "weight": torch.float64},
     ),
-    "weight has dtype bfloat16, expected float32 or that of hidden, float16": (
-        {}, {"hidden": torch.float16, "weight": torch.bfloat16},
+    "weight has dtype bfloat16, expected float32 or that of input, float16": (
+        {}, {"input": torch.float16, "weight": torch.bfloat16},
     ),
-    "weight has dtype float16, expected float32 or that of hidden, float32": ({}, {"weight": torch.float16}),
-    "bias has dtype float16, expected float32 or that of hidden, bfloat16": (
-        {}, {"hidden": torch.bfloat16, "bias": torch.float16},
+    "weight has dtype float16, expected float32 or that of input, float32": ({}, {"weight": torch.float16}),
+    "bias has dtype float16, expected float32 or that of input, bfloat16": (
+        {}, {"input": torch.bfloat16, "bias": torch.float16},
     ),
-    "weight has dtype float32, expected that of hidden, bfloat16": (
-        {"logits_dtype": None}, {"hidden": torch.bfloat16},
+    "weight has dtype float32, expected that of input, bfloat16": (
+        {"logits_dtype": None}, {"input": torch.bfloat16},
     ),
 }  # fmt: skip
 
@@ -317,11 +323,11 @@ BAD = {
 def test_bad_input(message):
     options, dtypes = BAD[message]
     x, weight, target, bias = make("cpu", (torch.float32,) * 2, bias=True)
-    tensors = {"hidden": x, "weight": weight, "bias": bias}
+    tensors = {"input": x, "weight": weight, "bias": bias}
     tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in tensors.items()}
     error = TypeError if "torch.dtype" in message else RuntimeError
     with pytest.raises(error, match=f"fused_linear_logprobs: {message}"):
-        liger.fused_linear_logprobs(**tensors, targets=target, **{"logits_dtype": torch.float32, **options})
+        liger.fused_linear_logprobs(**tensors, target=target, **{"logits_dtype": torch.float32, **options})
 
 
 def test_bad_input_of_the_op():

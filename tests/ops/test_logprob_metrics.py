@@ -11,7 +11,7 @@ from test_fused_linear_logprobs import BUDGETS, HIDDEN, OPTIONS, ROWS, VOCAB, le
 
 import liger
 
-METRICS = {"return_log_sum_sq_probs": True, "return_mean_logits": True}
+METRICS = "log_sum_sq_probs", "mean_logits"
 RECOMPUTE = {"recomputed": True, "kept": False}
 
 
@@ -35,7 +35,11 @@ def plain_metrics(hidden, weight, targets, bias=None, temperature=1.0, softcap=N
 def test_against_float64(device, dtype, options, budget, recompute):
     how, tensors = OPTIONS[options], make(device, dtype)
     out = liger.fused_linear_logprobs(
-        *leaves(tensors), **how, **METRICS, memory_budget=BUDGETS[budget], recompute=RECOMPUTE[recompute]
+        *leaves(tensors),
+        **how,
+        metrics=METRICS,
+        memory_budget=BUDGETS[budget],
+        recompute=RECOMPUTE[recompute],
     )
     expected, exact = plain_metrics(*tensors, **how), plain_metrics(*leaves(tensors, torch.float64), **how)
     for name, mine, a, b in zip(("log_sum_sq_probs", "mean_logits"), out[3:], expected, exact, strict=True):
@@ -51,7 +55,14 @@ def test_against_float64(device, dtype, options, budget, recompute):
 def test_logits_in_float32(device):
     hidden, weight, targets, bias = make(device, torch.bfloat16)
     out = liger.fused_linear_logprobs(
-        hidden, weight.float(), targets, bias.float(), 0.7, softcap=3.0, logits_dtype=torch.float32, **METRICS
+        hidden,
+        weight.float(),
+        targets,
+        bias.float(),
+        temperature=0.7,
+        softcap=3.0,
+        logits_dtype=torch.float32,
+        metrics=METRICS,
     )
     exact = plain_metrics(hidden.double(), weight.double(), targets, bias.double(), 0.7, 3.0)
     for mine, wanted in zip(out[3:], exact, strict=True):
@@ -61,15 +72,13 @@ def test_logits_in_float32(device):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_rest_is_that_of_a_call_without_metrics(device, temperature, recompute):
-    def results(**flags):
+    def results(metrics=()):
         tensors = leaves(make(device))
         out = liger.fused_linear_logprobs(
             *tensors,
-            temperature,
-            return_entropy=True,
-            return_argmax=True,
+            temperature=temperature,
+            metrics=("entropy", "argmax", *metrics),
             recompute=RECOMPUTE[recompute],
-            **flags,
         )
         grads = torch.autograd.grad(
             (out.logprobs - 0.3 * out.entropy).sum(), [t for t in tensors if t.requires_grad]
@@ -79,23 +88,23 @@ def test_the_rest_is_that_of_a_call_without_metrics(device, temperature, recompu
     torch.manual_seed(3)
     before = results()
     torch.manual_seed(3)
-    for mine, other in zip(results(**METRICS), before, strict=True):
+    for mine, other in zip(results(metrics=METRICS), before, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_what_is_requested(device, flags):
-    names = ("return_entropy", "return_argmax", *METRICS)
+    names = ("entropy", "argmax", *METRICS)
     hidden, weight, targets, bias = make(device)
     hidden, targets = hidden[:20].view(4, 5, HIDDEN), targets[:20].view(4, 5)
     out = liger.fused_linear_logprobs(
-        strided_like(hidden), weight, targets.int(), bias, **dict(zip(names, flags, strict=True))
+        strided_like(hidden), weight, targets.int(), bias, metrics=list(itertools.compress(names, flags))
     )
     if not any(flags):
         assert isinstance(out, torch.Tensor)
         return
-    assert isinstance(out, liger.LogProbMetrics if any(flags[2:]) else liger.LogProbs)
-    assert [t is not None for t in out[1:]] == list(flags)[: len(out) - 1]
+    assert isinstance(out, liger.LogProbs)
+    assert [t is not None for t in out[1:]] == list(flags)
     assert all(t is None or t.shape == (4, 5) for t in out)
     wanted = plain_metrics(hidden, weight, targets, bias)
     for mine, expected in zip(out[3:], wanted, strict=False):
@@ -110,7 +119,7 @@ def test_peaked_and_uniform_rows(device):
     hidden = torch.zeros(3, HIDDEN, device=device)
     hidden[1, 0], hidden[2, 0] = 3000.0, -3000.0
     targets = torch.tensor([0, 5, 5], device=device)
-    out = liger.fused_linear_logprobs(hidden, weight, targets, **METRICS)
+    out = liger.fused_linear_logprobs(hidden, weight, targets, metrics=METRICS)
     uniform = [-torch.tensor(n).log().item() for n in (VOCAB, VOCAB - 1)]
     expected = torch.tensor([uniform[0], 0.0, uniform[1]], device=device)
     torch.testing.assert_close(out.log_sum_sq_probs, expected, rtol=1e-6, atol=1e-6)
@@ -121,7 +130,7 @@ def test_peaked_and_uniform_rows(device):
 def test_nothing_but_ignored_rows_and_no_rows(device):
     hidden, weight, targets, bias = make(device)
     for x, t in ((hidden, torch.full_like(targets, -100)), (hidden[:0], targets[:0])):
-        out = liger.fused_linear_logprobs(x, weight, t, bias, 0.5, **METRICS)
+        out = liger.fused_linear_logprobs(x, weight, t, bias, temperature=0.5, metrics=METRICS)
         assert not out.log_sum_sq_probs.any() and not out.mean_logits.any()
         assert out.mean_logits.shape == t.shape
 
@@ -129,7 +138,7 @@ def test_nothing_but_ignored_rows_and_no_rows(device):
 def test_ignored_rows_may_hold_nan(device):
     hidden, weight, targets, bias = make(device)
     hidden[targets == -100] = torch.nan
-    out = liger.fused_linear_logprobs(hidden, weight, targets, bias, **METRICS)
+    out = liger.fused_linear_logprobs(hidden, weight, targets, bias, metrics=METRICS)
     assert all(t is None or t.isfinite().all() for t in out)
 
 
@@ -138,7 +147,7 @@ def test_with_an_accumulated_weight_gradient(device):
     parameter = torch.nn.Parameter(weight)
     parameter.main_grad = torch.zeros_like(weight)
     out = liger.fused_linear_logprobs(
-        hidden, parameter, targets, accumulate_grad_weight=True, return_entropy=True, **METRICS
+        hidden, parameter, targets, accumulate_grad_weight=True, metrics=("entropy", *METRICS)
     )
     (out.logprobs - out.entropy).sum().backward()
     (other,) = leaves((weight,))
@@ -153,7 +162,7 @@ def test_compiled(device):
     tensors = make(device)
 
     def function(*t):
-        out = liger.fused_linear_logprobs(*t, temperature=0.9, return_entropy=True, **METRICS)
+        out = liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy", *METRICS))
         return out.logprobs, out.entropy, out.log_sum_sq_probs, out.mean_logits
 
     backend = "aot_eager" if device.type == "cpu" else "inductor"
@@ -171,11 +180,13 @@ def test_compiled(device):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_bad_input(name):
+def test_bad_input():
     hidden, weight, targets, _ = make("cpu")
-    with pytest.raises(TypeError, match=f"fused_linear_logprobs: {name} is 1, expected True or False"):
-        liger.fused_linear_logprobs(hidden, weight, targets, **{name: 1})
+    names = "names among entropy, argmax, log_sum_sq_probs, mean_logits"
+    with pytest.raises(TypeError, match=f"fused_linear_logprobs: metrics is 1, expected {names}"):
+        liger.fused_linear_logprobs(hidden, weight, targets, metrics=1)
+    with pytest.raises(RuntimeError, match=rf"metrics is \('entropy', 'z_loss'\), expected {names}"):
+        liger.fused_linear_logprobs(hidden, weight, targets, metrics=("entropy", "z_loss"))
 
 
 # --- the statistics that they follow from -------------------------------------------------------------------------

@@ -98,14 +98,14 @@ def test_ce_against_float64(device, dtype, options, budget):
 def test_ce_metrics(device, reduction):
     tensors, target = make(device)
     positional, keywords = given(tensors)
-    names = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
+    names = ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy")
     out = liger.fused_linear_ce(
         *positional, target, **keywords, reduction=reduction, lse_square_scale=1e-2, memory_budget=480,
-        **{f"return_{name}": True for name in names},
+        metrics=names,
     )  # fmt: skip
     other = liger.cross_entropy(
         plain_logits(*tensors), target, reduction=reduction, lse_square_scale=1e-2,
-        **{f"return_{name}": True for name in names},
+        metrics=names,
     )  # fmt: skip
     for name, mine, expected in zip(out._fields, out, other, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -128,9 +128,7 @@ def plain_logprobs(inputs, target, temperature=1.0, softcap=None):
     return chosen, entropy, logp.argmax(-1).where(live, -1), squares, means
 
 
-EVERYTHING = {
-    f"return_{name}": True for name in ("entropy", "argmax", "log_sum_sq_probs", "mean_logits")
-}  # fmt: skip
+EVERYTHING = {"metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits")}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -175,7 +173,7 @@ def test_gradcheck():
             target,
             temperature=0.8,
             softcap=4.0,
-            return_entropy=True,
+            metrics=("entropy",),
             memory_budget=640,
             **keywords,
         )

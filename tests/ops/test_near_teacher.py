@@ -39,7 +39,8 @@ def tvd(log_q, log_p):
 
 
 def of_op(form, **options):
-    return lambda x, w, t, v: form(x, w, t, v, reduction="sum", **options)
+    options["reduction"] = "sum"
+    return lambda x, w, t, v: form(x, w, teacher_input=t, teacher_weight=v, **options)
 
 
 def of_loss(cls, temperature=1.0, **options):
@@ -119,9 +120,10 @@ def test_logits_of_a_teacher_in_float32(device, dtype, size):
     tensors = make(device, dtype, size)
     logits = tensors[2].float() @ tensors[3].float().T
     leaves = [t.clone().requires_grad_() for t in tensors[:2]]
-    loss = liger.fused_linear_jsd(*leaves, logits, reduction="sum")
+    loss = liger.fused_linear_jsd(*leaves, teacher_logits=logits, reduction="sum")
     again = [t.clone().requires_grad_() for t in tensors[:2]]
-    other = liger.fused_linear_jsd(*again, *tensors[2:], reduction="sum")
+    teacher = {"teacher_input": tensors[2], "teacher_weight": tensors[3]}
+    other = liger.fused_linear_jsd(*again, **teacher, reduction="sum")
     torch.testing.assert_close(loss, other, rtol=1e-3, atol=1e-5)
     for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(other, again), strict=True):
         assert error(a, b.double()) < 2 * torch.finfo(dtype).eps

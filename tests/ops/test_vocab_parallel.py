@@ -5,6 +5,7 @@ A test starts its processes once and goes over its cases in them.
 
 import itertools
 
+import in_shards
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen
         *(part_of(t, rank, world, bounds) for t in tensors[1:]),
     ]
     whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
-    loss = liger.vocab_parallel_fused_linear_ce(*parts[:2], target, *parts[2:], **layout, **plan, **chosen)
+    loss = in_shards.fused_linear_ce(*parts[:2], target, *parts[2:], **layout, **plan, **chosen)
     losses = (
         loss,
         liger.fused_linear_ce(*whole[:2], target, *whole[2:], **plan, **chosen),
@@ -101,7 +102,7 @@ def _every_option_of_plain(rank, world):
             mine, whole = part_of(logits, rank, world, dim=1), leaves(logits)[0]
             exact = leaves(logits.double())[0]
             losses = (
-                liger.vocab_parallel_cross_entropy(mine, target, vocab_size=129, **chosen),
+                in_shards.cross_entropy(mine, target, vocab_size=129, **chosen),
                 liger.cross_entropy(whole, target, **chosen),
                 reference(exact, target, **chosen)["loss"],
             )
@@ -131,10 +132,10 @@ def _layouts(rank, world):
     pair = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(RuntimeError, match=r"this process is no member of the group of ranks \[0, 2\]"):
-            liger.vocab_parallel_fused_linear_ce(tensors[0], tensors[1], target, group=pair)
+            in_shards.fused_linear_ce(tensors[0], tensors[1], target, group=pair)
     else:
         weight = part_of(tensors[1][:8], rank // 2, 2)
-        loss = liger.vocab_parallel_fused_linear_ce(tensors[0], weight, target.clamp(max=7), group=pair)
+        loss = in_shards.fused_linear_ce(tensors[0], weight, target.clamp(max=7), group=pair)
         whole = liger.fused_linear_ce(tensors[0], tensors[1][:8], target.clamp(max=7))
         torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
 
@@ -184,20 +185,20 @@ def _odd_batches(rank, world):
     ignored = torch.full_like(target, -100)
     for reduction, expected in (("sum", 0.0), ("none", 0.0), ("mean", torch.nan)):
         mine = [leaves(x)[0], part_of(weight, rank, world)]
-        loss = liger.vocab_parallel_fused_linear_ce(*mine, ignored, reduction=reduction)
+        loss = in_shards.fused_linear_ce(*mine, ignored, reduction=reduction)
         assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, expected).nan_to_num(7.0))
         loss.sum().backward()
         assert not mine[0].grad.any() and not mine[1].grad.any()
     # Targets of one part only, and no rows at all.
     check(rank, world, "targets of rank 0", [x, weight], target.clamp(-100, 5))
     mine = [x[:0].clone().requires_grad_(), part_of(weight, rank, world)]
-    loss = liger.vocab_parallel_fused_linear_ce(*mine, target[:0], reduction="sum")
+    loss = in_shards.fused_linear_ce(*mine, target[:0], reduction="sum")
     loss.backward()
     assert loss == 0 and mine[0].grad.shape == (0, 8) and not mine[1].grad.any()
     # Frozen tensors get no gradient, the others the same one.
     for trained in ((True, False), (False, True)):
         mine = [x.clone().requires_grad_(trained[0]), part_of(weight, rank, world).requires_grad_(trained[1])]
-        liger.vocab_parallel_fused_linear_ce(*mine, target, memory_budget=200).backward()
+        in_shards.fused_linear_ce(*mine, target, memory_budget=200).backward()
         full = leaves(x, weight)
         liger.fused_linear_ce(*full, target).backward()
         for t, want, value in zip(
@@ -211,7 +212,7 @@ def _odd_batches(rank, world):
     logits = x @ weight.t()
     logits[:, :6] = -torch.inf
     mine, whole = part_of(logits, rank, world, dim=1), leaves(logits)[0]
-    for values, function in ((mine, liger.vocab_parallel_cross_entropy), (whole, liger.cross_entropy)):
+    for values, function in ((mine, in_shards.cross_entropy), (whole, liger.cross_entropy)):
         function(values, target.clamp(min=6)).backward()
     torch.testing.assert_close(mine.grad, part_of(whole.grad, rank, world, dim=1).detach())
 
@@ -231,7 +232,7 @@ def _nan_in_ignored_rows(rank, world):
         for value in (0.0, torch.nan):
             given = x.masked_fill(ignored.unsqueeze(1), value)
             mine = [leaves(given)[0], part_of(weight, rank, world)]
-            loss = liger.vocab_parallel_fused_linear_ce(
+            loss = in_shards.fused_linear_ce(
                 *mine, target, token_weight=token_weight.masked_fill(ignored, value), memory_budget=budget
             )
             results.append([loss, *torch.autograd.grad(loss, mine)])
@@ -252,19 +253,19 @@ def _metrics(rank, world):
     shape = {"target": target.view(3, 4), "input": x.view(3, 4, 8)}
     chosen["token_weight"] = chosen["token_weight"].view(3, 4)
     mine = {"weight": part_of(weight, rank, world), "bias": part_of(bias, rank, world)}
-    asked = {"return_z_loss": True, "return_logprobs": True}
-    output = liger.vocab_parallel_fused_linear_ce(**shape, **mine, **chosen, **asked)
+    asked = {"metrics": ("z_loss", "logprobs")}
+    output = in_shards.fused_linear_ce(**shape, **mine, **chosen, **asked)
     given = linear(shape["input"], mine["weight"], mine["bias"])
-    for made in (output, liger.vocab_parallel_cross_entropy(given, shape["target"], **chosen, **asked)):
-        assert made.token_accuracy is made.predicted_tokens is made.entropy is None
+    for made in (output, in_shards.cross_entropy(given, shape["target"], **chosen, **asked)):
+        assert made.token_accuracy is made.argmax is made.entropy is None
         assert made.logprobs.shape == (3, 4) and not made.logprobs.requires_grad
         for name in ("loss", "z_loss", "logprobs"):
             value = getattr(made, name)
             assert_same_bits(value, name)
             torch.testing.assert_close(value.double().view(-1), exact[name].view(-1), rtol=1e-5, atol=1e-5)
-    module = liger.nn.VocabParallelFusedLinearCrossEntropyLoss(
-        chosen["ce_weight"], ignore_index=2, label_smoothing=0.1, lse_square_scale=1e-2, softcap=8.0,
-        metrics=("logprobs",),
+    module = liger.nn.FusedLinearCrossEntropyLoss(
+        chosen["ce_weight"], group=dist.group.WORLD, ignore_index=2, label_smoothing=0.1, lse_square_scale=1e-2,
+        softcap=8.0, metrics=("logprobs",),
     )  # fmt: skip
     arguments = (shape["input"], mine["weight"], shape["target"], mine["bias"])
     again = module(*arguments, token_weight=chosen["token_weight"])
@@ -296,7 +297,7 @@ def _empty_shards(rank, world):
             logits = (tensors[0] @ tensors[1].t()).detach()
             mine, whole = part_of(logits, rank, world, bound, dim=1), leaves(logits)[0]
             losses = (
-                liger.vocab_parallel_cross_entropy(mine, target, **layout, **chosen).sum(),
+                in_shards.cross_entropy(mine, target, **layout, **chosen).sum(),
                 liger.cross_entropy(whole, target, **chosen).sum(),
             )
             torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
@@ -306,13 +307,11 @@ def _empty_shards(rank, world):
         for logits_dtype, biased in itertools.product((None, torch.float32), (False, True)):
             *tensors, target = random_layer(rows, 24, classes, "cpu", dtype)
             tensors = tensors[: 2 + biased]
-            flags = dict.fromkeys(
-                ("return_entropy", "return_argmax", "return_log_sum_sq_probs", "return_mean_logits"), True
-            )
+            flags = {"metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits")}
             whole = leaves(*tensors)
             mine = [leaves(tensors[0])[0], *(part_of(t, rank, world, bound) for t in tensors[1:])]
             calls = (
-                liger.vocab_parallel_fused_linear_logprobs(
+                in_shards.fused_linear_logprobs(
                     *mine[:2],
                     target,
                     *mine[2:],

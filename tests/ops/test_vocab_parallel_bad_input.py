@@ -2,6 +2,7 @@
 
 import re
 
+import in_shards
 import pytest
 import torch
 from cross_entropy_reference import random_layer
@@ -16,7 +17,7 @@ def _bad_input(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
     mine = part_of(weight, rank, world)
 
-    def refuses(match, *arguments, function=liger.vocab_parallel_fused_linear_ce, **options):
+    def refuses(match, *arguments, function=in_shards.fused_linear_ce, **options):
         with pytest.raises(RuntimeError, match=match):
             function(*arguments, **options)
 
@@ -36,10 +37,15 @@ def _bad_input(rank, world):
     refuses(r"weight has shape \(17,\)", x, mine[:, 0], target)
     refuses("reduction is 'max'", x, mine, target, reduction="max")
     refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
-            function=liger.vocab_parallel_cross_entropy)  # fmt: skip
+            function=in_shards.cross_entropy)  # fmt: skip
     _names_in_messages(x, mine, bias, target)
-    with pytest.raises(ValueError, match="metric 'entropy' needs all classes in one process"):
-        liger.nn.VocabParallelFusedLinearCrossEntropyLoss(metrics=("entropy",))
+    with pytest.raises(ValueError, match="metrics has 'entropy', which needs all classes in one process"):
+        in_shards.fused_linear_ce(x, mine, target, metrics=("entropy",))
+    for option in ({"accumulate_grad_weight": True}, {"lora_a": mine, "lora_b": mine}):
+        with pytest.raises(ValueError, match=f"fused_linear_ce: {next(iter(option))} was given with a group"):
+            in_shards.fused_linear_ce(x, mine, target, **option)
+    with pytest.raises(ValueError, match="fused_linear_logprobs: recompute was given with a group"):
+        in_shards.fused_linear_logprobs(x, mine, target, recompute=True)
 
 
 def _bad_calls(x, weight, bias, target):
@@ -48,7 +54,7 @@ def _bad_calls(x, weight, bias, target):
     logits, wide = x @ weight.t(), {"ignore_index": 2**32 + 3}
     meta, no_class = torch.empty(9, device="meta"), "has no classes, expected at least one without vocab_size"
     return {
-        liger.vocab_parallel_fused_linear_ce: ((x, weight, target), [
+        in_shards.fused_linear_ce: ((x, weight, target), [
             ("weight has shape (17, 7)", (x, weight[:, :7], target), {}),
             (f"weight {no_class}", (x, weight[:0], target), {}),
             ("weight has dtype float64", (x, weight.double(), target), {}),
@@ -65,7 +71,7 @@ def _bad_calls(x, weight, bias, target):
             ("denominator was given", (x, weight, target), {"denominator": 2.0, "reduction": "none"}),
             ("ignore_index is 4294967299, expected a value of int32", (x, weight, target.int()), wide),
         ]),
-        liger.vocab_parallel_cross_entropy: ((logits, target), [
+        in_shards.cross_entropy: ((logits, target), [
             (f"logits {no_class}", (logits[:, :0], target), {}),
             ("target has shape (8,)", (logits, target[:8]), {}),
             ("target at row 0 is 34", (logits, torch.full_like(target, 34)), {}),
@@ -73,12 +79,12 @@ def _bad_calls(x, weight, bias, target):
             ("token_weight is on meta", (logits, target), {"token_weight": meta}),
             ("ignore_index is 4294967299, expected a value of int32", (logits, target.int()), wide),
         ]),
-        liger.vocab_parallel_fused_linear_logprobs: ((x, weight, target), [
+        in_shards.fused_linear_logprobs: ((x, weight, target), [
             ("weight has shape (17, 7)", (x, weight[:, :7], target), {}),
             (f"weight {no_class}", (x, weight[:0], target), {}),
             ("weight is on meta", (x, weight.to("meta"), target), {}),
-            ("targets has shape (8,)", (x, weight, target[:8]), {}),
-            ("targets at row 0 is 34", (x, weight, torch.full_like(target, 34)), {}),
+            ("target has shape (8,)", (x, weight, target[:8]), {}),
+            ("target at row 0 is 34", (x, weight, torch.full_like(target, 34)), {}),
             ("ignore_index is 4294967299, expected a value of int32", (x, weight, target.int()), wide),
         ]),
     }  # fmt: skip
@@ -104,7 +110,7 @@ def test_bad_input(tmp_path):
 def test_without_a_process_group():
     x, weight, _, target = random_layer(9, 8, 34, "cpu")
     with pytest.raises(RuntimeError, match="has no process group: call init_process_group first"):
-        liger.vocab_parallel_fused_linear_ce(x, weight, target)
+        in_shards.fused_linear_ce(x, weight, target, vocab_size=34)
 
 
 # --- an error on one process ----------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ def _fails_on_one(rank, world):
         for number, (words, arguments, options) in enumerate(calls):
             wrong = number % world
             text = words if rank == wrong else f"rank {wrong} of {world} raised: {words}"
-            if "target at row" in words or "targets at row" in words:
+            if "target at row" in words:
                 arguments = *arguments[:-1], torch.full_like(target, 17 * world)
                 text = re.sub("34$", str(17 * world), text)
             with pytest.raises((RuntimeError, TypeError), match=f"^{re.escape(f'{name}: {text}')}"):
@@ -132,8 +138,8 @@ def _fails_on_one(rank, world):
             assert torch.equal(function(*valid), expected)
     # The same with a DTensor, and by the module.
     sharded = distribute_tensor(bias.new_zeros(17 * world, 8), init_device_mesh("cpu", (world,)), [Shard(0)])
-    module = liger.nn.VocabParallelFusedLinearCrossEntropyLoss()
-    for call in (liger.vocab_parallel_fused_linear_ce, liger.vocab_parallel_fused_linear_logprobs, module):
+    module = liger.nn.FusedLinearCrossEntropyLoss()
+    for call in (in_shards.fused_linear_ce, in_shards.fused_linear_logprobs, module):
         wrong = world - 1
         with pytest.raises(
             RuntimeError, match=".*" if rank == wrong else f"rank {wrong} of {world} raised: "
@@ -147,8 +153,7 @@ def _differ(rank, world):
     weight, last = part_of(weight, rank, world), rank == world - 1
     frozen, ignored = weight.detach(), torch.where(target == target[3], -100, target)
     logits, start = x @ frozen.t(), 17 * rank
-    ce, plain, logprobs = (getattr(liger, f"vocab_parallel_{name}") for name in (
-        "fused_linear_ce", "cross_entropy", "fused_linear_logprobs"))  # fmt: skip
+    ce, plain, logprobs = in_shards.fused_linear_ce, in_shards.cross_entropy, in_shards.fused_linear_logprobs
     sizes = f"vocab_size is {17 * world} on rank 0 and {18 * world} on rank {world - 1} of {world}, expected the same"
     same, V = {"vocab_start": start, "vocab_size": 17 * world}, 17 * world
     for words, function, usual, odd, usual_options, odd_options in [
@@ -168,11 +173,11 @@ def _differ(rank, world):
         ("softcap is None on rank 0 and 3.0", ce, (x, weight, target), (x, weight, target), {}, {"softcap": 3.0}),
         ("memory_budget is ", ce, (x, weight, target), (x, weight, target), {}, {"memory_budget": 1}),
         ("entropy is False on rank 0 and True", logprobs, (x, weight, target), (x, weight, target), {},
-         {"return_entropy": True}),
+         {"metrics": ("entropy",)}),
     ]:  # fmt: skip
         with pytest.raises(RuntimeError, match=f"^{function.__name__}: {re.escape(words)}"):
             function(*(odd if last else usual), **(odd_options if last else usual_options))
-    with pytest.raises(RuntimeError, match=": function is vocab_parallel_fused_linear_ce on rank 0 and "):
+    with pytest.raises(RuntimeError, match=": function is fused_linear_ce on rank 0 and "):
         (logprobs if last else ce)(x, weight, target)
 
 

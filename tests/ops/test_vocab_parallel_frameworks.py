@@ -1,5 +1,6 @@
 """Losses over a vocabulary that is sharded over processes: DTensors, autograd and torch.compile."""
 
+import in_shards
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def _dtensors(rank, world):
             distribute_tensor(t, mesh, [p]).requires_grad_()
             for t, p in ((x, placement), (weight, Shard(0)), (bias, Shard(0)))
         ]
-        loss = liger.vocab_parallel_fused_linear_ce(*made[:2], target, made[2])
+        loss = in_shards.fused_linear_ce(*made[:2], target, made[2])
         assert not isinstance(loss, DTensor)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         loss.backward()
@@ -39,12 +40,12 @@ def _dtensors(rank, world):
             torch.testing.assert_close(t.grad.full_tensor(), full.grad, rtol=1e-5, atol=1e-6)
     logits = distribute_tensor(linear(x, weight), mesh, [Shard(1)]).requires_grad_()
     torch.testing.assert_close(
-        liger.vocab_parallel_cross_entropy(logits, target), liger.cross_entropy(linear(x, weight), target)
+        in_shards.cross_entropy(logits, target), liger.cross_entropy(linear(x, weight), target)
     )
 
     def refuses(match, *arguments, **options):
         with pytest.raises(RuntimeError, match=match):
-            liger.vocab_parallel_fused_linear_ce(*arguments, **options)
+            in_shards.fused_linear_ce(*arguments, **options)
 
     for placement in (Replicate(), Shard(1)):
         refuses(r"weight is a DTensor with placements .*, expected \(Shard\(dim=0\),\)", x,
@@ -55,14 +56,10 @@ def _dtensors(rank, world):
         refuses(r"weight is a DTensor .*, expected Shard\(dim=0\) along one dimension of the mesh and Replicate\(\)",
                 x, distribute_tensor(weight, two, placements), target)  # fmt: skip
     shard = distribute_tensor(weight, two, [Shard(0), Replicate()])
-    torch.testing.assert_close(
-        liger.vocab_parallel_fused_linear_ce(x, shard, target, made[2].detach()), expected
-    )
+    torch.testing.assert_close(in_shards.fused_linear_ce(x, shard, target, made[2].detach()), expected)
     other_way = init_device_mesh("cpu", (1, world))
     across = distribute_tensor(x, other_way, [Shard(0), Replicate()])
-    torch.testing.assert_close(
-        liger.vocab_parallel_fused_linear_ce(across, shard, target, made[2].detach()), expected
-    )
+    torch.testing.assert_close(in_shards.fused_linear_ce(across, shard, target, made[2].detach()), expected)
     groups = [dist.new_group([r]) for r in range(world)]
     refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
 
@@ -75,7 +72,7 @@ def _autograd(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
     for reduction in ("mean", "none"):
         mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
-        loss = liger.vocab_parallel_fused_linear_ce(
+        loss = in_shards.fused_linear_ce(
             mine[0], mine[1], target, mine[2], reduction=reduction, memory_budget=500
         ).sum()
         first = torch.autograd.grad(3 * loss, mine, retain_graph=True)
@@ -85,15 +82,15 @@ def _autograd(rank, world):
         for a, b in zip(kept, torch.autograd.grad(3 * loss, mine, create_graph=True), strict=True):
             assert torch.equal(a, b) and a.any()
         (grad, *_) = torch.autograd.grad(loss, mine, create_graph=True)
-        with pytest.raises(RuntimeError, match="vocab_parallel_fused_linear_ce is not differentiable"):
+        with pytest.raises(RuntimeError, match="fused_linear_ce is not differentiable"):
             grad.sum().backward()
     weights = torch.rand(34, requires_grad=True)
     with pytest.raises(RuntimeError, match="ce_weight requires grad"):
-        liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target, ce_weight=weights)
+        in_shards.fused_linear_ce(mine[0], mine[1], target, ce_weight=weights)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target)
+        loss = in_shards.fused_linear_ce(mine[0], mine[1], target)
     half = [t.detach().bfloat16() for t in mine[:2]]
-    assert torch.equal(loss, liger.vocab_parallel_fused_linear_ce(*half, target))
+    assert torch.equal(loss, in_shards.fused_linear_ce(*half, target))
 
 
 def test_autograd(tmp_path):
@@ -104,10 +101,10 @@ def _compiled(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
 
     def fused(x, weight, bias):
-        return liger.vocab_parallel_fused_linear_ce(2 * x, weight, target, bias, label_smoothing=0.1)
+        return in_shards.fused_linear_ce(2 * x, weight, target, bias, label_smoothing=0.1)
 
     def plain(x, weight, bias):
-        return liger.vocab_parallel_cross_entropy(linear(2 * x, weight, bias), target, label_smoothing=0.1)
+        return in_shards.cross_entropy(linear(2 * x, weight, bias), target, label_smoothing=0.1)
 
     for function in (fused, plain):
         results = []
@@ -134,13 +131,13 @@ def _layouts(rank, world):
     assert (target == IGNORED).any()
     shards = [part_of(t, rank, world) for t in (weight, bias)]
 
-    def ce(x, target, w, b, call=liger.vocab_parallel_fused_linear_ce, **layout):
+    def ce(x, target, w, b, call=in_shards.fused_linear_ce, **layout):
         return call(x, w, target, b, reduction="none", **layout)
 
-    def logprobs(x, target, w, b, call=liger.vocab_parallel_fused_linear_logprobs, **layout):
+    def logprobs(x, target, w, b, call=in_shards.fused_linear_logprobs, **layout):
         return call(x, w, target, b, **layout)
 
-    def plain(x, target, w, b, call=liger.vocab_parallel_cross_entropy, **layout):
+    def plain(x, target, w, b, call=in_shards.cross_entropy, **layout):
         return call(linear(x, w, b), target, reduction="none", **layout)
 
     single = liger.fused_linear_ce, liger.fused_linear_logprobs, liger.cross_entropy

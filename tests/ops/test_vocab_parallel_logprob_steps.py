@@ -1,10 +1,11 @@
-"""vocab_parallel_fused_linear_logprobs on the engine of compute capability 9.0: its control flow and its rules, on
+"""fused_linear_logprobs on the engine of compute capability 9.0: its control flow and its rules, on
 processes that talk through gloo, with the compiled steps replaced by an implementation in torch
 (shard_logprob_steps.py)."""
 
 import contextlib
 import itertools
 
+import in_shards
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-import liger
 from liger._core.environment import triton_interpreted
 from liger.distributed import _sm90_shards
 
@@ -73,8 +73,8 @@ def check(
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])
-    found = liger.vocab_parallel_fused_linear_logprobs(
-        *mine, target, memory_budget=budget, return_entropy=True, return_argmax=True, **layout, **chosen
+    found = in_shards.fused_linear_logprobs(
+        *mine, target, memory_budget=budget, metrics=("entropy", "argmax"), **layout, **chosen
     )
     ignored = target == -100
     exact = leaves(x.masked_fill(ignored[:, None], 0.0).double(), weight.double())
@@ -163,13 +163,13 @@ def _layouts(rank, world):
         # All rows ignored.
         mine = [leaves(x)[0], part_of(weight, rank, world)]
         none = torch.full_like(target, -100)
-        found = liger.vocab_parallel_fused_linear_logprobs(*mine, none, vocab_size=VOCAB, return_entropy=True)
+        found = in_shards.fused_linear_logprobs(*mine, none, vocab_size=VOCAB, metrics=("entropy",))
         (found.logprobs.sum() + found.entropy.sum()).backward()
         assert not any(t.any() for t in (*found[:2], mine[0].grad, mine[1].grad))
         # Sharded tokens and a DTensor weight.
         mesh = init_device_mesh("cpu", (world,))
         hidden, shard = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (x, weight))
-        liger.vocab_parallel_fused_linear_logprobs(hidden, shard, target).sum().backward()
+        in_shards.fused_linear_logprobs(hidden, shard, target).sum().backward()
         exact = leaves(x.double(), weight.double())
         exact_of(*exact, target)[0].sum().backward()
         for tensor, wanted in zip((hidden, shard), exact, strict=True):
@@ -180,9 +180,7 @@ def _layouts(rank, world):
         broken[5], target[5] = torch.nan, 3
         for budget in (BUDGET, None):
             mine = [leaves(broken)[0], part_of(weight, rank, world)]
-            found = liger.vocab_parallel_fused_linear_logprobs(
-                *mine, target, vocab_size=VOCAB, memory_budget=budget
-            )
+            found = in_shards.fused_linear_logprobs(*mine, target, vocab_size=VOCAB, memory_budget=budget)
             found.sum().backward()
             assert found[5].isnan() and mine[0].grad[5].isnan().all() and mine[1].grad.isnan().all()
             assert mine[0].grad[:5].isfinite().all() and found[:5].isfinite().all()
@@ -199,7 +197,7 @@ def _choice(rank, world):
 
     def ran_for(*tensors, changes=None, **chosen):
         with engine_calls(**(changes or {"cluster_count": 60 + rank})) as ran:
-            liger.vocab_parallel_fused_linear_logprobs(*tensors, vocab_size=VOCAB, **chosen)
+            in_shards.fused_linear_logprobs(*tensors, vocab_size=VOCAB, **chosen)
         return bool(ran)
 
     assert ran_for(x, shard, target) and ran_for(x, shard, target, memory_budget=BUDGET)
@@ -207,8 +205,8 @@ def _choice(rank, world):
     for option in (
         {"softcap": 30.0},
         {"logits_dtype": torch.float32},
-        {"return_log_sum_sq_probs": True},
-        {"return_mean_logits": True},
+        {"metrics": ("log_sum_sq_probs",)},
+        {"metrics": ("mean_logits",)},
     ):
         assert not ran_for(x, shard, target, **option), option
     assert not ran_for(x[:255], shard, target[:255]) and not ran_for(x[:0], shard, target[:0])
@@ -245,8 +243,8 @@ def _autograd(rank, world):
     x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
 
     def loss(x, w, budget):
-        found = liger.vocab_parallel_fused_linear_logprobs(
-            x, w, target, vocab_size=VOCAB, temperature=0.5, return_entropy=True, memory_budget=budget
+        found = in_shards.fused_linear_logprobs(
+            x, w, target, vocab_size=VOCAB, temperature=0.5, metrics=("entropy",), memory_budget=budget
         )
         return found.logprobs.sum() + found.entropy.square().sum()
 
@@ -271,7 +269,7 @@ def _autograd(rank, world):
         assert ran and not any(kept for *_, kept in ran)
         # The results may change before the backward.
         mine = [leaves(x)[0], part_of(weight, rank, world)]
-        logprobs = liger.vocab_parallel_fused_linear_logprobs(*mine, target, vocab_size=VOCAB)
+        logprobs = in_shards.fused_linear_logprobs(*mine, target, vocab_size=VOCAB)
         logprobs.mul_(2.0).sum().backward()
     for others in zip(*results, strict=True):
         for other in others[1:]:

@@ -6,6 +6,7 @@ A test starts its processes once and goes over its cases in them.
 import contextlib
 import itertools
 
+import in_shards
 import pytest
 import torch
 from cases import assert_as_exact_as_torch
@@ -26,15 +27,12 @@ pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
 ]
 EVERYTHING = {
-    "return_entropy": True,
-    "return_argmax": True,
-    "return_log_sum_sq_probs": True,
-    "return_mean_logits": True,
+    "metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits"),
 }
 
 
 def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_index=-100):
-    """The fields of LogProbMetrics in float64."""
+    """The fields of LogProbs in float64."""
     logits = linear(x, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -53,7 +51,7 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_b
     parts = [leaves(tensors[0])[0], *(part_of(t, rank, world, bounds) for t in tensors[1:])]
     whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
     options = {**EVERYTHING, **chosen, "memory_budget": memory_budget}
-    mine = liger.vocab_parallel_fused_linear_logprobs(*parts[:2], target, *parts[2:], **layout, **options)
+    mine = in_shards.fused_linear_logprobs(*parts[:2], target, *parts[2:], **layout, **options)
     one = liger.fused_linear_logprobs(*whole[:2], target, *whole[2:], **options)
     best = exact_of(*exact[:2], target, exact[2] if len(exact) > 2 else None, **chosen)
     rounding = max(2 * LARGEST_LSE, logit_rounding(tensors[0].dtype)) / chosen.get("temperature", 1.0)
@@ -133,7 +131,7 @@ def test_chunks_in_flight(tmp_path):
 
 def _unusual_rows(rank, world):
     x, weight, bias, target = random_layer(11, 8, 12, "cpu")
-    call = liger.vocab_parallel_fused_linear_logprobs
+    call = in_shards.fused_linear_logprobs
     # Rows that are all ignored, and none at all.
     for given, y in ((x, torch.full_like(target, -100)), (x[:0], target[:0])):
         mine = [leaves(given)[0], part_of(weight, rank, world)]
@@ -171,7 +169,7 @@ def _unusual_rows(rank, world):
         torch.testing.assert_close(a, b)
     # Equal logits: the lowest class.
     same = torch.ones(12, 8)
-    assert not call(x, part_of(same, rank, world), valid, return_argmax=True).argmax.any()
+    assert not call(x, part_of(same, rank, world), valid, metrics=("argmax",)).argmax.any()
     # Frozen tensors get no gradient, the others the same one; a result alone has gradients too.
     for trained, name in itertools.product(((True, False), (False, True)), ("logprobs", "entropy")):
         mine = [x.clone().requires_grad_(trained[0]), part_of(weight, rank, world).requires_grad_(trained[1])]
@@ -192,7 +190,7 @@ def test_unusual_rows(tmp_path):
 def _frameworks(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     x, weight, bias, target = random_layer(8, 6, 11, "cpu")
-    call, shape = liger.vocab_parallel_fused_linear_logprobs, (2, 4)
+    call, shape = in_shards.fused_linear_logprobs, (2, 4)
     whole = leaves(x, weight, bias)
     expected = liger.fused_linear_logprobs(*whole[:2], target, whole[2])
     expected.sum().backward()
@@ -209,12 +207,14 @@ def _frameworks(rank, world):
             assert t.grad.placements == t.placements
             torch.testing.assert_close(t.grad.full_tensor(), full.grad, rtol=1e-5, atol=1e-6)
     parts = [part_of(t, rank, world) for t in (weight, bias)]
-    found = call(x.view(*shape, 6), parts[0], target.view(shape), parts[1], vocab_size=11, return_argmax=True)
+    found = call(
+        x.view(*shape, 6), parts[0], target.view(shape), parts[1], vocab_size=11, metrics=("argmax",)
+    )
     assert found.logprobs.shape == found.argmax.shape == shape and found.entropy is None
     torch.testing.assert_close(found.logprobs.flatten(), expected, rtol=1e-6, atol=1e-6)
 
     def loss(x, w):
-        found = call(x, w, target, vocab_size=11, temperature=0.5, return_entropy=True)
+        found = call(x, w, target, vocab_size=11, temperature=0.5, metrics=("entropy",))
         return found.logprobs.sum() + found.entropy.square().sum()
 
     results = []
@@ -226,7 +226,7 @@ def _frameworks(rank, world):
         torch.testing.assert_close(a, b)
     mine = [leaves(x)[0], part_of(weight, rank, world)]
     (grad, _) = torch.autograd.grad(loss(*mine), mine, create_graph=True)
-    with pytest.raises(RuntimeError, match="vocab_parallel_fused_linear_logprobs is not differentiable"):
+    with pytest.raises(RuntimeError, match="fused_linear_logprobs is not differentiable"):
         grad.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         assert call(x, parts[0], target, vocab_size=11).dtype == torch.float32
@@ -235,7 +235,7 @@ def _frameworks(rank, world):
         with pytest.raises(error, match=match):
             call(*arguments, **options)
 
-    refuses(r"targets at row 0 is 11, expected 0 <= targets < 11", x, parts[0], torch.full_like(target, 11),
+    refuses(r"target at row 0 is 11, expected 0 <= targets < 11", x, parts[0], torch.full_like(target, 11),
             vocab_size=11)  # fmt: skip
     refuses(r"weight has shape \(6,\)", x, parts[0][0], target)
     refuses(r"bias has shape \(11,\)", x, parts[0], target, bias, vocab_size=11)
@@ -284,12 +284,11 @@ def _ignored_rows_are_free(rank, world):
             mine[0][~kept] = torch.nan
         options = {
             "vocab_size": 34,
-            "return_entropy": True,
-            "return_argmax": True,
+            "metrics": ("entropy", "argmax"),
             "memory_budget": 4 * 17 * 4,
         }
         with counted_rows() as rows:
-            found = liger.vocab_parallel_fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
+            found = in_shards.fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
             (found.logprobs.sum() + 0.5 * found.entropy.sum()).backward()
         # The logits of the forward, those of the backward, and their gradients, in chunks.
         assert sum(rows) == 3 * kept.sum() and len(rows) != 3, rows
@@ -300,7 +299,7 @@ def _ignored_rows_are_free(rank, world):
         expected[name] = (kept, found, mine)
     kept, found, mine = expected["all"]
     alone = [leaves(x[kept])[0], part_of(weight, rank, world), part_of(bias, rank, world)]
-    one = liger.vocab_parallel_fused_linear_logprobs(*alone[:2], target[kept], alone[2], **options)
+    one = in_shards.fused_linear_logprobs(*alone[:2], target[kept], alone[2], **options)
     (one.logprobs.sum() + 0.5 * one.entropy.sum()).backward()
     for ours, other in zip(found, one, strict=True):
         torch.testing.assert_close(ours[kept], other)
@@ -316,7 +315,7 @@ def test_ignored_rows_are_free(world, tmp_path):
 
 def _float32_logits(rank, world):
     """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward, too."""
-    call = liger.vocab_parallel_fused_linear_logprobs
+    call = in_shards.fused_linear_logprobs
     kinds = [
         (torch.bfloat16,) * 2,
         (torch.float16,) * 2,
@@ -326,7 +325,7 @@ def _float32_logits(rank, world):
     for narrow, wide in kinds:
         x, weight, bias, target = random_layer(40, 16, 34, "cpu")
         x, weight, bias = x.to(narrow), weight.to(wide), bias.to(wide)
-        options = {"temperature": 0.7, "return_entropy": True}
+        options = {"temperature": 0.7, "metrics": ("entropy",)}
         exact = exact_of(x.double(), weight.double(), target, bias.double(), temperature=0.7)
         whole = leaves(x, weight, bias)
         one = liger.fused_linear_logprobs(*whole[:2], target, whole[2], logits_dtype=torch.float32, **options)

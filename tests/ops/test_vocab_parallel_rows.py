@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from functools import partial
 
+import in_shards
 import pytest
 import torch
 from cross_entropy_reference import leaves, random_layer
@@ -66,8 +67,7 @@ def _ignored_rows_are_free(rank, world):
         "lse_square_scale": 1e-2,
         "softcap": 3.0,
         "memory_budget": 4 * 17 * 4,
-        "return_z_loss": True,
-        "return_logprobs": True,
+        "metrics": ("z_loss", "logprobs"),
     }
     for (name, valid_of), reduction in itertools.product(PATTERNS.items(), ("sum", "none")):
         kept = valid_of(target)
@@ -80,14 +80,12 @@ def _ignored_rows_are_free(rank, world):
         options = {**shared, "reduction": reduction}
         given = token_weight.masked_fill(~kept, torch.nan)
         with counted_rows() as rows:
-            found = liger.vocab_parallel_fused_linear_ce(
-                *mine[:2], labels, mine[2], token_weight=given, **options
-            )
+            found = in_shards.fused_linear_ce(*mine[:2], labels, mine[2], token_weight=given, **options)
             found.loss.sum().backward()
         # With "none" the backward computes the logits of the forward again.
         times = 2 if reduction == "sum" else 3
         assert sum(rows) == times * kept.sum() and (kept.sum() < 4 or len(rows) > times), (name, rows)
-        one = liger.vocab_parallel_fused_linear_ce(
+        one = in_shards.fused_linear_ce(
             *alone[:2], target[kept], alone[2], token_weight=token_weight[kept], **options
         )
         one.loss.sum().backward()
@@ -123,7 +121,7 @@ def _half_precision(rank, world):
             mine = [leaves(hidden)[0], part_of(weight, rank, world)]
             for tensor, needed in zip(mine, trained, strict=True):
                 tensor.requires_grad_(bool(needed))
-            loss = liger.vocab_parallel_fused_linear_ce(*mine, labels, vocab_size=34, memory_budget=400)
+            loss = in_shards.fused_linear_ce(*mine, labels, vocab_size=34, memory_budget=400)
             loss.backward()
             results.append([loss, *(t.grad for t in mine)])
         (loss, grad, grad_weight), (expected, wanted, wanted_weight) = results
@@ -171,7 +169,7 @@ def _of_memory(tensor, order):
 
 
 def _loss(reduction, options, call, hidden, weight, target, bias, **more):
-    given = {"label_smoothing": 0.1, "softcap": 4.0, "reduction": reduction, "return_logprobs": True}
+    given = {"label_smoothing": 0.1, "softcap": 4.0, "reduction": reduction, "metrics": ("logprobs",)}
     found = call(hidden, weight, target, bias, **given, **options, **more)
     per_row = {"logprobs": found.logprobs} | ({"loss": found.loss} if reduction == "none" else {})
     return found.loss.square().sum(), per_row
@@ -179,14 +177,14 @@ def _loss(reduction, options, call, hidden, weight, target, bias, **more):
 
 def _policy(temperature, softcap, options, call, hidden, weight, target, bias, **more):
     found = call(
-        hidden, weight, target, bias, temperature=temperature, softcap=softcap, return_entropy=True,
-        return_argmax=True, **options, **more,
+        hidden, weight, target, bias, temperature=temperature, softcap=softcap, metrics=("entropy", "argmax"),
+        **options, **more,
     )  # fmt: skip
     return found.logprobs.sum() - 0.3 * found.entropy.square().sum(), found._asdict()
 
 
-CE = liger.fused_linear_ce, liger.vocab_parallel_fused_linear_ce
-LOGPROBS = liger.fused_linear_logprobs, liger.vocab_parallel_fused_linear_logprobs
+CE = liger.fused_linear_ce, in_shards.fused_linear_ce
+LOGPROBS = liger.fused_linear_logprobs, in_shards.fused_linear_logprobs
 FLOAT32 = {"logits_dtype": torch.float32}
 WORK = {
     **{f"loss, {r}": (CE, partial(_loss, r, {})) for r in ("mean", "sum", "none")},

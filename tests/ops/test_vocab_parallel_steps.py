@@ -1,4 +1,4 @@
-"""vocab_parallel_fused_linear_ce on the engine of compute capability 9.0: its control flow and its rules, on processes
+"""fused_linear_ce on the engine of compute capability 9.0: its control flow and its rules, on processes
 that talk through gloo, with the compiled steps replaced by an implementation in torch (shard_steps.py)."""
 
 import contextlib
@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import re
 
+import in_shards
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-import liger
 from liger._core.environment import triton_interpreted
 from liger.distributed import _sm90_shards
 
@@ -66,8 +66,8 @@ def check(rank, world, what, x, weight, target, trained=(True, True), bounds=Non
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])
-    found = liger.vocab_parallel_fused_linear_ce(
-        *mine, target, memory_budget=BUDGET, return_z_loss=True, return_logprobs=True, **layout, **chosen
+    found = in_shards.fused_linear_ce(
+        *mine, target, memory_budget=BUDGET, metrics=("z_loss", "logprobs"), **layout, **chosen
     )
     ignored = target == chosen.get("ignore_index", -100)
     exact = leaves(x.masked_fill(ignored[:, None], 0.0).double(), weight.double())
@@ -162,7 +162,7 @@ def _layouts(rank, world):
         mesh = init_device_mesh("cpu", (world,))
         hidden, shard = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (x, weight))
         del ran[:]
-        liger.vocab_parallel_fused_linear_ce(hidden, shard, target, memory_budget=BUDGET).backward()
+        in_shards.fused_linear_ce(hidden, shard, target, memory_budget=BUDGET).backward()
         assert len(ran) > 1
         exact = leaves(x.double(), weight.double())
         reference(linear(*exact), target)["loss"].backward()
@@ -173,7 +173,7 @@ def _layouts(rank, world):
         broken = x.clone()
         broken[5], target[5] = torch.nan, 3
         mine = [leaves(broken)[0], part_of(weight, rank, world)]
-        loss = liger.vocab_parallel_fused_linear_ce(*mine, target, vocab_size=VOCAB, memory_budget=BUDGET)
+        loss = in_shards.fused_linear_ce(*mine, target, vocab_size=VOCAB, memory_budget=BUDGET)
         loss.backward()
         assert loss.isnan() and mine[0].grad[5].isnan().all() and mine[1].grad.isnan().all()
         assert mine[0].grad[:5].isfinite().all()
@@ -193,7 +193,7 @@ def _choice(rank, world):
 
     def ran_for(*tensors, **chosen):
         with engine_calls(cluster_count=60 + rank) as ran:
-            liger.vocab_parallel_fused_linear_ce(*tensors, vocab_size=VOCAB, memory_budget=BUDGET, **chosen)
+            in_shards.fused_linear_ce(*tensors, vocab_size=VOCAB, memory_budget=BUDGET, **chosen)
             group = dist.group.WORLD
             assert all(n == 60 for known in _sm90_shards._agreed.values() for n in known.values())
             assert not ran or group in _sm90_shards._agreed
@@ -212,7 +212,7 @@ def _choice(rank, world):
         {"take": staticmethod(lambda _: False)},
     ):
         with engine_calls(**changes) as ran:
-            liger.vocab_parallel_fused_linear_ce(x, shard, target, vocab_size=VOCAB, memory_budget=BUDGET)
+            in_shards.fused_linear_ce(x, shard, target, vocab_size=VOCAB, memory_budget=BUDGET)
         assert not ran, changes
     with pytest.raises(RuntimeError, match=r"ce_weight has shape \(3,\), expected \(1001,\)"):
         ran_for(x, shard, target, ce_weight=torch.ones(3))

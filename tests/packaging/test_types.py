@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+import liger
+from liger._core import types
+
 # liger.trl and liger.transformers need packages that may be missing.
 MODULES = [
     *("liger", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers", "liger.trl"),
@@ -77,10 +80,21 @@ reveal_type(liger.nn.RMSNorm(16))
 reveal_type(liger.losses.FusedLinearKTOLoss())
 reveal_type(liger.transformers.patch_report(model))
 reveal_type(liger.rms_norm(torch.ones(3), None))
+head = torch.ones(2, 4), torch.ones(8, 4), torch.ones(2).long()
+reveal_type(liger.fused_linear_ce(*head, reduction="sum"))
+reveal_type(liger.fused_linear_ce(*head, metrics=("z_loss",), softcap=3.0))
+reveal_type(liger.fused_linear_logprobs(*head, metrics=["entropy"]))
+reveal_type(liger.cross_entropy(head[0], head[2], inplace=True))
 liger.patch(model, rms_nrom=False)
 liger.patch(model, rope="no")
+liger.fused_linear_ce(*head, sofcap=3.0)
+liger.fused_linear_logprobs(*head, metrics=("entrpy",))
+liger.nn.LMHeadLoss(4, 8, sofcap=3.0)
 """
-REVEALED = ["Linear", "Linear", "RMSNorm", "FusedLinearKTOLoss", "PatchReport", "Tensor"]
+REVEALED = [
+    "Linear", "Linear", "RMSNorm", "FusedLinearKTOLoss", "PatchReport", "Tensor", "Tensor", "CrossEntropyOutput",
+    "LogProbs", "Tensor",
+]  # fmt: skip
 CHECKERS = {
     "mypy": ["mypy", "--follow-imports", "silent"],
     "pyright": ["pyright", "--pythonpath", sys.executable],
@@ -94,10 +108,27 @@ def test_a_type_checker_sees_lazy_names_and_options(checker, tmp_path):
     (tmp_path / "user_code.py").write_text(USER_CODE)
     command = [sys.executable, "-m", *CHECKERS[checker], "user_code.py"]
     output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    revealed = re.findall(r'(?:Revealed type is|Type of ".*" is) "([\w.]+)"', output)
+    # mypy writes a NamedTuple as tuple[..., fallback=name].
+    kind = r'(?:Revealed type is|Type of ".*" is) "(?:tuple\[.*fallback=)?([\w.]+)'
+    revealed = re.findall(kind, output)
     assert [name.rpartition(".")[2] for name in revealed] == REVEALED, output
     lines = [int(line) for line in re.findall(r"user_code\.py:(\d+):[\d: ]*(?:- )?error", output)]
-    assert lines == [12, 13], output
+    wrong = [n for n, line in enumerate(USER_CODE.split("\n"), 1) if line.startswith("liger.")]
+    assert sorted(set(lines)) == wrong, output
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (liger.cross_entropy, types.CrossEntropyOptions),
+        (liger.fused_linear_ce, types.FusedCrossEntropyOptions),
+        (liger.fused_linear_logprobs, types.LogProbOptions),
+    ],
+)
+def test_the_types_of_options_have_their_names(function, options):
+    parameters = inspect.signature(function).parameters.values()
+    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert options.__annotations__.keys() | {"metrics"} == keywords
 
 
 def test_the_types_of_the_options_of_patch_have_their_names():

@@ -9,6 +9,7 @@ import math
 import re
 from typing import get_args, get_type_hints
 
+import in_shards
 import pytest
 import torch
 from public_callables import CASES, arguments
@@ -205,9 +206,9 @@ def test_layouts(name):
 def test_layouts_elsewhere():
     x, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.zeros(4, dtype=torch.int64)
     for function, given in (
-        (liger.vocab_parallel_cross_entropy, {"logits": x, "target": target}),
-        (liger.vocab_parallel_fused_linear_ce, {"input": x, "weight": weight, "target": target}),
-        (liger.vocab_parallel_fused_linear_logprobs, {"hidden": x, "weight": weight, "targets": target}),
+        (in_shards.cross_entropy, {"logits": x, "target": target}),
+        (in_shards.fused_linear_ce, {"input": x, "weight": weight, "target": target}),
+        (in_shards.fused_linear_logprobs, {"input": x, "weight": weight, "target": target}),
     ):
         for argument in given:
             refuses_layouts(function, (function.__name__,), given, argument)

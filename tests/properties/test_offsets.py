@@ -70,13 +70,13 @@ FORMS = {
     "head": (of_head(liger.fused_linear_ce), plain_ce()),
     "smoothed head": (of_head(liger.fused_linear_ce, label_smoothing=0.3), plain_ce(label_smoothing=0.3)),
     "rows of a head": (of_head(liger.fused_linear_ce, reduction="none"), plain_ce(reduction="none")),
-    "logprobs": (of_head(liger.fused_linear_logprobs, return_entropy=True), selected),
+    "logprobs": (of_head(liger.fused_linear_logprobs, metrics=("entropy",)), selected),
     "kept logprobs": (
-        of_head(liger.fused_linear_logprobs, return_entropy=True, recompute=False),
+        of_head(liger.fused_linear_logprobs, metrics=("entropy",), recompute=False),
         selected,
     ),
     "float32 logprobs": (
-        of_head(liger.fused_linear_logprobs, return_entropy=True, logits_dtype=torch.float32),
+        of_head(liger.fused_linear_logprobs, metrics=("entropy",), logits_dtype=torch.float32),
         selected,
     ),
 }
@@ -113,7 +113,7 @@ def test_class_weights(device, offset, reduction):
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_metrics(device, offset):
     z, y = shifted(300, device, offset), targets(300, device)
-    found = liger.cross_entropy(z, y, return_logprobs=True, return_entropy=True)
+    found = liger.cross_entropy(z, y, metrics=("logprobs", "entropy"))
     for name, plain, exact in zip(
         ("logprobs", "entropy"), selected(z, y), selected(z.double(), y), strict=True
     ):

@@ -187,8 +187,8 @@ def _saved(setting, path):
 # One with each form of state of a loss, and of each result with names.
 REPRESENTATIVE = {
     "losses.FusedLinearORPOLoss", "losses.FusedLinearGRPOLoss loss_type=vespo", "losses.FusedLinearKTOLoss beta=0.25",
-    "losses.FusedLinearTopKLoss accum_dtype=torch.float32", "fused_linear_ce return_entropy=True",
-    "fused_linear_logprobs return_argmax=True", "fused_linear_logprobs return_mean_logits=True", "rms_norm",
+    "losses.FusedLinearTopKLoss accum_dtype=torch.float32", "fused_linear_ce metrics=entropy",
+    "fused_linear_logprobs metrics=argmax", "fused_linear_logprobs metrics=mean_logits", "rms_norm",
 }  # fmt: skip
 
 

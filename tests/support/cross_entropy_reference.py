@@ -121,7 +121,7 @@ def reference(
         "loss": loss,
         "z_loss": z_loss,
         "token_accuracy": (live & (predicted == target)).sum().to(dtype) / live.sum(),
-        "predicted_tokens": torch.where(live, predicted, -1),
+        "argmax": torch.where(live, predicted, -1),
         "logprobs": torch.where(live, chosen, 0.0),
         "entropy": torch.where(live, -(logp.exp() * logp).sum(-1), 0.0),
     }
@@ -130,8 +130,8 @@ def reference(
 # exp(z - lse) turns the float32 rounding of lse, here at most about this large, into a relative error.
 LARGEST_LSE = 16.0
 
-METRICS = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
-RETURN_ALL = {f"return_{name}": True for name in METRICS}
+METRICS = ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy")
+ALL_METRICS = {"metrics": METRICS}
 
 
 def shared_denominator(target, ce_weight, ignore_index=-100):

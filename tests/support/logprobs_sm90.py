@@ -53,8 +53,8 @@ def run(shape, x, weight, target, grads, trained=(True, True), temperature=1.0, 
     poison_memory()
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
     found = liger.fused_linear_logprobs(
-        x, weight, target, temperature=temperature, memory_budget=shape.budget, return_entropy=True,
-        return_argmax=True, **options,
+        x, weight, target, temperature=temperature, memory_budget=shape.budget, metrics=("entropy", "argmax"),
+        **options,
     )  # fmt: skip
     poison_memory()
     leaves = [t for t in (x, weight) if t.requires_grad]

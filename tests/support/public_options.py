@@ -19,6 +19,8 @@ from liger.losses import FusedLinearLoss
 FIRST = {case.public: name for name, case in reversed(CASES.items())}
 # Not options: what a callable computes, and where its parameters are.
 ARGUMENTS = {"device", "dtype", "config", "function", "arguments", "keywords", "parameters"}
+# Not options of one process: tests/ops/test_vocab_parallel.py.
+SHARDS = {"group", "vocab_start", "vocab_size"}
 # Options with an effect beyond the results.
 EFFECTS = {"accumulate_grad_weight", "inplace", "observe"}
 # What constructors need, by the names of their arguments.
@@ -46,7 +48,7 @@ def parameters_of(function):
     return {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("self", *ARGUMENTS)
+        if name not in ("self", *ARGUMENTS, *SHARDS)
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
 
@@ -149,7 +151,6 @@ VALUES = {
     "limit": [1.0],
     "delta": [1.5],
     "recompute": [True],
-    "metrics": [liger.CrossEntropyOutput._fields[1:]],
     "denominator": _DIVISORS,
     "num_items_in_batch": _DIVISORS,
     "num_nll_tokens": _DIVISORS,
@@ -165,6 +166,7 @@ VALUES = {
     "ref_logps": [lambda given: -1.0 - torch.rand(given["target"].shape)],
     "bias": [_normal(VOCAB)],
     "teacher_bias": [_normal(VOCAB)],
+    "teacher_logits": [lambda given: torch.randn(*given["input"].shape[:-1], VOCAB)],
     "gate_bias": [_normal(24)],
     "up_bias": [_normal(24)],
     "down_bias": [_normal(HIDDEN)],
@@ -181,6 +183,7 @@ WITH = {
     "lora_a": _lora,
     "ref_input": _reference,
     "ref_logps": _no_reference,
+    "teacher_logits": lambda given: {"teacher_input": None, "teacher_weight": None},
     "cu_seqlens": _packed,
     "is_transposed": _transposed,
     "unsqueeze_dim": _heads_second,
@@ -197,6 +200,9 @@ class _Observer(list):
 
 def _values(name, parameter, hint):
     default = parameter.default
+    if name == "metrics":
+        names = typing.get_args(typing.get_args(hint)[0])
+        return [*((name,) for name in names), names]
     if isinstance(default, bool):
         return [not default]
     if name in VALUES:
@@ -284,6 +290,8 @@ class Setting:
             return self.public
         value = self.value
         text = value if isinstance(value, (bool, int, float, str, torch.dtype)) else type(value).__name__
+        if self.option == "metrics":
+            text = "+".join(value)
         return f"{self.public} {self.option}={text}"
 
 
@@ -319,7 +327,8 @@ def _is_decided(cls, option, value):
 
 def _constructed(cls, options):
     taken = inspect.signature(cls).parameters
-    needed = {name: size for name, size in SIZES.items() if name in taken}
+    required = {name for name, parameter in taken.items() if parameter.default is parameter.empty}
+    needed = {name: size for name, size in SIZES.items() if name in required}
     if "config" in taken:
         needed |= {"config": _GELUConfig if "GEGLU" in cls.__name__ else _Config, "num_shards": 2}
     module = cls(**{**needed, **options})

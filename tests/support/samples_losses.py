@@ -93,19 +93,39 @@ def _fused_linear_logprobs_forward(d):
         (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True),
         (*tensors, None, 1.0, -100, None, None, True, False),
         (floats(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
-        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, "logits", True),
-        (*tensors, None, 1.0, -100, None, None, False, False, "logits", False),
-        (*tensors, floats(d, 11), 0.7, -100, None, 64, True, True, "nothing", False, torch.float32),
-        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, "logits", True, torch.float32),
-    ]
-
-
-def _fused_linear_logprobs_metrics_forward(d):
-    defaults = "nothing", False, None
-    flags = (True, True), (False, True), (True, False), (False, False)
-    return [
-        (*arguments, *defaults[len(arguments) - 10 :], *flags[i % 4])
-        for i, arguments in enumerate(_fused_linear_logprobs_forward(d))
+        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, True, True, "logits", True),
+        (*tensors, None, 1.0, -100, None, None, False, False, False, True, "logits", False),
+        (
+            *tensors,
+            floats(d, 11),
+            0.7,
+            -100,
+            None,
+            64,
+            True,
+            True,
+            True,
+            False,
+            "nothing",
+            False,
+            torch.float32,
+        ),
+        (
+            *tensors,
+            floats(d, 11),
+            0.7,
+            -100,
+            5.0,
+            64,
+            True,
+            True,
+            False,
+            False,
+            "logits",
+            True,
+            torch.float32,
+        ),
+        (*tensors, None, 0.7, -100, None, 64, False, False, True, True, "nothing", True, None, torch.float32),
     ]
 
 
@@ -159,12 +179,12 @@ def _fused_linear_logprobs_lora_backward(d):
 def _fused_linear_logprobs_backward(d):
     samples = []
     for arguments in _fused_linear_logprobs_forward(d):
-        tensors, (budget, entropy, _), options = arguments[:7], arguments[7:10], arguments[10:]
+        tensors, (budget, entropy), options = arguments[:7], arguments[7:9], arguments[12:]
         rows = len(tensors[0])
         kept = ()
         if options:
-            keep, _, *logits_dtype = options
-            kept_tensors = torch.ops.liger.fused_linear_logprobs_forward(*arguments)[3:]
+            keep, _, *logits_dtype = options[:3]
+            kept_tensors = torch.ops.liger.fused_linear_logprobs_forward(*arguments)[5:]
             kept = keep, *kept_tensors, *logits_dtype
         grads = floats(d, rows), floats(d, rows) if entropy else None
         for needed in ((True, True, True), (False, True, False), (True, False, False)):
@@ -357,7 +377,6 @@ SAMPLES = {
     "fused_linear_ce_lora_forward": _fused_linear_ce_lora_forward,
     "fused_linear_logprobs_lora_forward": _fused_linear_logprobs_lora_forward,
     "fused_linear_logprobs_lora_backward": _fused_linear_logprobs_lora_backward,
-    "fused_linear_logprobs_metrics_forward": _fused_linear_logprobs_metrics_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
     "fused_linear_ce_add_grad_weight_": _fused_linear_ce_add_grad_weight_,
     "fused_linear_logprobs_add_grad_weight_": _fused_linear_logprobs_add_grad_weight_,

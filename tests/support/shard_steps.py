@@ -1,4 +1,4 @@
-"""The compiled steps of vocab_parallel_fused_linear_ce on the engine of compute capability 9.0, in torch.
+"""The compiled steps of fused_linear_ce on the engine of compute capability 9.0, in torch.
 
 They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that overflow, first
 rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are rounded to the

@@ -1,4 +1,4 @@
-"""The steps of vocab_parallel_fused_linear_ce on one device, which computes the shards of all ranks in turn."""
+"""The steps of fused_linear_ce on one device, which computes the shards of all ranks in turn."""
 
 from itertools import pairwise
 from typing import NamedTuple

@@ -19,7 +19,7 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 # The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
 GRADIENT_FLOAT16 = 4e-4
-OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
+OBSERVED = {"metrics": ("entropy", "argmax", "token_accuracy")}
 
 
 def clusters():
@@ -179,7 +179,7 @@ def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=F
     with engine(generic):
         output = liger.fused_linear_ce(
             x, weight, target, bias,
-            memory_budget=shape.budget, accum_dtype=shape.accum_dtype, return_logprobs=True, return_z_loss=True,
+            memory_budget=shape.budget, accum_dtype=shape.accum_dtype, metrics=("logprobs", "z_loss"),
             **chosen,
         )  # fmt: skip
         return output, list(torch.autograd.grad(output.loss, leaves, upstream)) if leaves else []

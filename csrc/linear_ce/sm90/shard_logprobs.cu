@@ -1,4 +1,4 @@
-// vocab_parallel_fused_linear_logprobs on the wgmma engine, in steps (python/liger/distributed/_sm90_logprob_shards.py).
+// fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps (python/liger/distributed/_sm90_logprob_shards.py).
 // The forward:
 //
 //   shard_logprobs_begin  once: gathers the valid rows and computes the logits of the targets of this shard
@@ -26,7 +26,7 @@
 namespace liger::linear_ce {
 namespace {
 
-constexpr const char* kOp = "vocab_parallel_fused_linear_logprobs";
+constexpr const char* kOp = "fused_linear_logprobs";
 
 ce::Targets targets_of(const Tensor& target, int64_t ignore_index) {
   return {target.const_data_ptr(), target.scalar_type() == ScalarType::Int, ignore_index};
@@ -82,7 +82,7 @@ void shard_logprobs_begin(const Tensor& input, const Tensor& weight, const Tenso
                           const Tensor& state, const Tensor& target_logit, const Tensor& rows,
                           const Tensor& logprobs, const Tensor& stats, const Tensor& entropy,
                           const Tensor& argmax) {
-  const OpGuard guard("vocab_parallel_fused_linear_logprobs begin", input.get_device_index());
+  const OpGuard guard("fused_linear_logprobs shard begin", input.get_device_index());
   Batch batch = shard_batch(input, weight, false, false, std::nullopt, temperature);
   set_problem(batch.problem, target, ignore_index, vocab_size, logprobs, stats, entropy, argmax);
   gather_shard(batch, ShardState(state, batch.rows()), vocab_start, target_logit, rows);

@@ -1,4 +1,4 @@
-// vocab_parallel_fused_linear_ce on the wgmma engine, in steps: each rank has the weight of a shard of the classes, and
+// fused_linear_ce of a sharded vocabulary on the wgmma engine, in steps: each rank has the weight of a shard of the classes, and
 // torch.distributed communicates between the steps (python/liger/distributed/_sm90_shards.py).
 //
 //   shard_begin         once: gathers the valid rows and computes the logits of the targets of this shard
@@ -24,7 +24,7 @@
 namespace liger::linear_ce {
 namespace {
 
-constexpr const char* kOp = "vocab_parallel_fused_linear_ce";
+constexpr const char* kOp = "fused_linear_ce";
 // What the options and denominators are checked and prepared as.
 constexpr const char* kPreparedAs = "fused_linear_ce";
 
@@ -54,7 +54,7 @@ void shard_begin(const Tensor& input, const Tensor& weight, const Tensor& target
                  int64_t vocab_size, const Tensor& state, const Tensor& target_logit, const Tensor& rows,
                  const Tensor& used_denominator, const Tensor& loss, const Tensor& z_loss,
                  const Tensor& logprobs) {
-  const OpGuard guard("vocab_parallel_fused_linear_ce begin", input.get_device_index());
+  const OpGuard guard("fused_linear_ce shard begin", input.get_device_index());
   const std::string reduction = mean ? "mean" : "sum";
   CrossEntropyOptions options(
       {target, ce_weight, std::nullopt, denominator, ignore_index, 0.0, 0.0, softcap, reduction}, vocab_size);
@@ -74,7 +74,7 @@ void shard_exponentials(const Tensor& input, const Tensor& weight, std::optional
                         const Tensor& target_logit, const Tensor& rows, const Tensor& grad_weight,
                         const Tensor& panel_workspace, const Tensor& workspace, const Tensor& sums) {
   const bool with_metrics = sums.size(0) == kRankNumbersWithMetrics;
-  const ShardStep step("vocab_parallel exponentials",
+  const ShardStep step("shard exponentials",
                        {input, weight, softcap, need_grad_input, plan, index, state, target_logit, rows,
                         grad_weight, panel_workspace, workspace, temperature, with_metrics, keep});
   require((with_metrics || sums.size(0) == kRankNumbers) && sums.size(1) == step.planned.rows, kOp,
@@ -117,14 +117,14 @@ void shard_grad_weight(const Tensor& input, const Tensor& weight, std::optional<
                        bool need_grad_input, std::vector<int64_t> plan, int64_t index, const Tensor& state,
                        const Tensor& target_logit, const Tensor& rows, const Tensor& grad_weight,
                        const Tensor& panel_workspace, const Tensor& workspace) {
-  const ShardStep step("vocab_parallel grad_weight",
+  const ShardStep step("shard grad_weight",
                        {input, weight, softcap, need_grad_input, plan, index, state, target_logit, rows,
                         grad_weight, panel_workspace, workspace});
   step.chunk().grad_weight();
 }
 
 void shard_finish(const Tensor& state, const Tensor& grad_input) {
-  const OpGuard guard("vocab_parallel finish", grad_input.get_device_index());
+  const OpGuard guard("shard finish", grad_input.get_device_index());
   const Batch batch = shard_batch(grad_input, grad_input, true, false, std::nullopt, 1.0);
   const int64_t rows = batch.rows();
   scatter_rows(batch, ShardState(state, rows).index(rows).position, rows, memory_of<Bf16>(grad_input));

@@ -11,7 +11,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch.overrides import is_tensor_like
@@ -19,6 +19,7 @@ from torch.overrides import is_tensor_like
 from .autograd import is_plain_eager_call
 from .dtensor import is_dtensor
 from .mixed_tensors import MixedTensors
+from .types import CrossEntropyMetric
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -116,6 +117,23 @@ NUMBER_OR_TENSOR = Rule(
     _beyond_float32,
 )
 ANYTHING = Rule("anything", lambda v: True)
+GROUP = Rule(
+    "a process group",
+    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their rank.
+    lambda v: (
+        torch.distributed.is_available()
+        and (
+            isinstance(v, torch.distributed.ProcessGroup)
+            or v is torch.distributed.GroupMember.NON_GROUP_MEMBER
+        )
+    ),
+)
+
+
+def names_among(*known: str) -> Rule:
+    """The rule of a list of names, each one of ``known``."""
+    return Rule(f"names among {', '.join(known)}", NAMES.has_type, set(known).issuperset)
+
 
 # Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
 
@@ -128,19 +146,15 @@ HEAD: dict[str, Any] = {
     "memory_budget": BYTES,
     "logits_dtype": DTYPE,
 }
-# Flags that add a metric to the results of a loss.
-RETURNS: dict[str, Any] = {
-    f"return_{name}": FLAG
-    for name in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy", "argmax")
-}
-# Flags that add a metric of fused_linear_logprobs.
-METRICS: dict[str, Any] = {"return_log_sum_sq_probs": FLAG, "return_mean_logits": FLAG}
 # The low-rank term of an lm_head.
 LORA: dict[str, Any] = {"lora_scale": FINITE}
+# Where the classes of a process are among those of a group.
+SHARDS: dict[str, Any] = {"group": GROUP, "vocab_start": INTEGER, "vocab_size": INTEGER}
 # Options of cross entropy, with and without the lm_head.
 CE_OPTIONS: dict[str, Any] = {
     **HEAD,
-    **RETURNS,
+    **SHARDS,
+    "metrics": names_among(*get_args(CrossEntropyMetric)),
     "denominator": DIVISOR,
     "label_smoothing": FRACTION,
     "lse_square_scale": NOT_NEGATIVE,

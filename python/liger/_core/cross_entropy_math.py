@@ -76,9 +76,29 @@ class Metrics(NamedTuple):
 
     z_loss: bool = False
     token_accuracy: bool = False
-    predicted_tokens: bool = False
+    argmax: bool = False
     logprobs: bool = False
     entropy: bool = False
+
+    @classmethod
+    def named(cls, names):
+        return cls(*(name in names for name in cls._fields)) if names else _NO_METRICS
+
+
+class LogProbMetrics(NamedTuple):
+    """Flags of the requested metrics of log-probabilities, in the order of the op schemas."""
+
+    entropy: bool = False
+    argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logits: bool = False
+
+    @classmethod
+    def named(cls, names):
+        return cls(*(name in names for name in cls._fields))
+
+
+_NO_METRICS = Metrics()
 
 
 @dataclass
@@ -152,7 +172,7 @@ def at_original_rows(results, metrics, reduction, index, rows):
     rows get the values of ignored rows."""
     per_row = reduction == "none"
     has_rows = (
-        per_row, per_row and metrics.z_loss, False, metrics.predicted_tokens, metrics.logprobs, metrics.entropy,
+        per_row, per_row and metrics.z_loss, False, metrics.argmax, metrics.logprobs, metrics.entropy,
     )  # fmt: skip
 
     def scattered(values):
@@ -177,7 +197,7 @@ class RowResults:
         # where logits are large.
         self.stats = self.loss.new_empty(2, rows)
         self.z_loss = buffer(metrics.z_loss)
-        self.predicted = buffer(metrics.predicted_tokens or metrics.token_accuracy, torch.int64)
+        self.predicted = buffer(metrics.argmax or metrics.token_accuracy, torch.int64)
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
     def fill(self, block, logits):
@@ -253,7 +273,7 @@ class RowResults:
             self.logprobs[block] = masked(logp)
 
     def reduced(self, denominator, reduction):
-        """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them: metrics that were
+        """(loss, z_loss, token_accuracy, argmax, logprobs, entropy) as the ops return them: metrics that were
         not requested are empty."""
         rule, metrics = self.rule, self.metrics
 
@@ -264,7 +284,7 @@ class RowResults:
         if metrics.token_accuracy:
             hits = (self.predicted == rule.class_index) & rule.has_class
             accuracy = hits.sum(dtype=rule.wide) / rule.valid.sum(dtype=rule.wide)
-        predicted = self.predicted if metrics.predicted_tokens else self.predicted.new_empty(0)
+        predicted = self.predicted if metrics.argmax else self.predicted.new_empty(0)
         z_loss = reduce(self.z_loss) if metrics.z_loss else self.z_loss
         return reduce(self.loss), z_loss, accuracy, predicted, self.logprobs, self.entropy
 

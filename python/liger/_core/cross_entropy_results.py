@@ -16,7 +16,7 @@ class CrossEntropyOutput(NamedTuple):
         loss: () or, with ``reduction="none"``, the shape of the target; float32 (float64 for float64 inputs).
         z_loss: the part of the loss that ``lse_square_scale`` adds; shape and dtype of the loss.
         token_accuracy: (), the fraction of valid rows whose most probable class is the target.
-        predicted_tokens: the shape of the target, int64: the most probable class; -1 in ignored rows.
+        argmax: the shape of the target, int64: the most probable class; -1 in ignored rows.
         logprobs: the shape of the target, dtype of the loss: log-probability of the target; 0 in ignored rows.
         entropy: the shape of the target, dtype of the loss: entropy of each row in nats; 0 in ignored rows.
     """
@@ -24,13 +24,13 @@ class CrossEntropyOutput(NamedTuple):
     loss: torch.Tensor
     z_loss: torch.Tensor | None
     token_accuracy: torch.Tensor | None
-    predicted_tokens: torch.Tensor | None
+    argmax: torch.Tensor | None
     logprobs: torch.Tensor | None
     entropy: torch.Tensor | None
 
 
 def fake_results(like, rows, reduction, metrics):
-    """Fake (loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) of the cross entropy ops."""
+    """Fake (loss, z_loss, token_accuracy, argmax, logprobs, entropy) of the cross entropy ops."""
     wide = accumulate_dtype(like.dtype)
 
     def empty(shape, dtype=wide):
@@ -44,7 +44,7 @@ def fake_results(like, rows, reduction, metrics):
         empty(reduced),
         empty(reduced if metrics.z_loss else (0,)),
         empty(() if metrics.token_accuracy else (0,)),
-        per_row(metrics.predicted_tokens, torch.int64),
+        per_row(metrics.argmax, torch.int64),
         per_row(metrics.logprobs),
         per_row(metrics.entropy),
     )
@@ -61,7 +61,7 @@ def output_like(tokens, reduction, metrics, results):
         z_loss = tokens.restore(z_loss) if metrics.z_loss else None
     if not any(metrics):
         return loss
-    requested = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
+    requested = (metrics.argmax, metrics.logprobs, metrics.entropy)
     return CrossEntropyOutput(
         loss,
         z_loss if metrics.z_loss else None,

@@ -14,7 +14,7 @@ def register_fake(name):
     namespace, _, op = name.partition("::")
     arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments
     names = [argument.name for argument in arguments]
-    public = f"vocab_parallel_{public_name(op)}" if namespace == "liger_distributed" else public_name(op)
+    public = public_name(op)
 
     def decorate(fake):
         @functools.wraps(fake)

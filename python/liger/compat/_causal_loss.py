@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._cross_entropy import CrossEntropyOutput, liger_fused_linear_cross_entropy
+from ._cross_entropy import CrossEntropyOutput, liger_fused_linear_cross_entropy, metrics_named
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple[Any, Any, Any, Any]:
@@ -39,22 +39,30 @@ def fixed_fused_linear_cross_entropy(
         The loss, or with a metric a :class:`CrossEntropyOutput`.
     """
     options = {
-        "ignore_index": ignore_index, "softcap": final_logit_softcapping, "accum_dtype": accum_dtype,
-        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens, **kwargs,
-    }  # fmt: skip
+        "ignore_index": ignore_index,
+        "softcap": final_logit_softcapping,
+        "accum_dtype": accum_dtype,
+    }
+    requested = {
+        "return_token_accuracy": return_token_accuracy,
+        "return_predicted_tokens": return_predicted_tokens,
+    }
     function = _fused_function()
     if function is liger_fused_linear_cross_entropy and not kwargs and num_items_in_batch is not None:
         # The op divides the gradients of each chunk; a division of its result would rescale them all afterwards.
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden_states.device)
         result = fused_linear_ce(
-            hidden_states, lm_head_weight, target, denominator=num_items_in_batch, **options
-        )
+            hidden_states, lm_head_weight, target, denominator=num_items_in_batch, metrics=metrics_named(**requested),
+            **options,
+        )  # fmt: skip
         if isinstance(result, torch.Tensor):
             return result
-        return CrossEntropyOutput(result.loss, None, result.token_accuracy, result.predicted_tokens)
+        return CrossEntropyOutput(result.loss, None, result.token_accuracy, result.argmax)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    result = function(hidden_states, lm_head_weight, target, reduction=reduction, **options)
+    result = function(
+        hidden_states, lm_head_weight, target, reduction=reduction, **options, **requested, **kwargs
+    )
     loss, _, token_accuracy, predicted_tokens = unpack_cross_entropy_result(result)
     if num_items_in_batch is not None:
         loss = loss / num_items_in_batch

@@ -41,15 +41,27 @@ def _mean_divisor(target, ce_weight, ignore_index):
     return torch.where(valid.any(), total, 1.0)
 
 
-def _four(op, *tensors, target, return_token_accuracy, return_predicted_tokens, **options):
+def metrics_named(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False):
+    """liger's names of the metrics that flags of liger_kernel ask for."""
+    flags = {
+        "z_loss": return_z_loss,
+        "token_accuracy": return_token_accuracy,
+        "argmax": return_predicted_tokens,
+    }
+    return tuple(name for name, flag in flags.items() if flag)
+
+
+def _four(op, *tensors, target, return_z_loss, return_token_accuracy, return_predicted_tokens, **options):
     """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is None."""
     per_row, ignore_index = options["reduction"] == "none", options["ignore_index"]
     if options["reduction"] == "mean":
         options["denominator"] = _mean_divisor(target, options["ce_weight"], ignore_index)
-    result = op(
-        *tensors, return_token_accuracy=return_token_accuracy and not per_row,
-        return_predicted_tokens=return_predicted_tokens or (return_token_accuracy and per_row), **options,
-    )  # fmt: skip
+    metrics = metrics_named(
+        return_z_loss,
+        return_token_accuracy and not per_row,
+        return_predicted_tokens or (return_token_accuracy and per_row),
+    )
+    result = op(*tensors, metrics=metrics, **options)
     if isinstance(result, torch.Tensor):
         return result, None, None, None
     loss, z_loss, accuracy, predicted = result[:4]
@@ -279,8 +291,9 @@ def _apply_scaled_cross_entropy(
         The likelihoods (M,); with ``return_entropy`` also the entropies (M,); with ``selected_token_ids`` (K,) also
         the log-probabilities (M, K) of those classes, all in float32 and differentiable, 0 in ignored rows.
     """
+    metrics = ("entropy",) if return_entropy else ()
     result = fused_linear_logprobs(
-        _input, weight, target, None, temperature, ignore_index, return_entropy=return_entropy
+        _input, weight, target, ignore_index=ignore_index, metrics=metrics, temperature=temperature
     )
     logprobs, entropy = (result.logprobs, result.entropy) if return_entropy else (result, None)
     outputs = [-logprobs] + ([entropy] if return_entropy else [])
@@ -304,7 +317,7 @@ LigerFusedLinearScaledCrossEntropyFunction = function_class(
 def liger_fused_linear_scaled_cross_entropy_tp(
     input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
 ):  # fmt: skip
-    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.vocab_parallel_fused_linear_logprobs`.
+    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.fused_linear_logprobs` with a group.
 
     Args:
         weight: (classes of this process, H); all shards have equal size.
@@ -316,10 +329,14 @@ def liger_fused_linear_scaled_cross_entropy_tp(
         The likelihoods (M,); with ``return_entropy`` also the entropies (M,), in float32, 0 in ignored rows. The
         gradient of ``input`` is the complete one on every process.
     """
-    from ..distributed import vocab_parallel_fused_linear_logprobs
-
-    result = vocab_parallel_fused_linear_logprobs(
-        input, weight, target, None, temperature, ignore_index, return_entropy=return_entropy, group=tp_group
+    result = fused_linear_logprobs(
+        input,
+        weight,
+        target,
+        ignore_index=ignore_index,
+        metrics=("entropy",) if return_entropy else (),
+        group=torch.distributed.group.WORLD if tp_group is None else tp_group,
+        temperature=temperature,
     )
     return (-result.logprobs, result.entropy) if return_entropy else -result
 
@@ -347,7 +364,7 @@ def _apply_vocab_parallel(
     vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0, label_smoothing_formula="pytorch",
     label_smoothing_mode="global", reduction="none",
 ):  # fmt: skip
-    """:func:`liger.vocab_parallel_cross_entropy` of logits (..., classes of this process), in the shape of target."""
+    """:func:`liger.cross_entropy` of logits (..., classes of this process), in the shape of target."""
     given: dict[str, Any] = {
         "label_smoothing_formula": label_smoothing_formula,
         "label_smoothing_mode": label_smoothing_mode,
@@ -363,11 +380,8 @@ def _apply_vocab_parallel(
         "label_smoothing": label_smoothing,
         "reduction": reduction,
     }
-    if tp_group is None or tp_group.size() == 1:
-        return cross_entropy(vocab_parallel_logits, target, **options)
-    from ..distributed import vocab_parallel_cross_entropy
-
-    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, group=tp_group, **options)
+    group = None if tp_group is None or tp_group.size() == 1 else tp_group
+    return cross_entropy(vocab_parallel_logits, target, group=group, **options)
 
 
 LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _apply_vocab_parallel)

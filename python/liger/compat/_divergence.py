@@ -55,9 +55,9 @@ def _apply_fused_linear_jsd(
 ):  # fmt: skip
     """:func:`liger.fused_linear_jsd`: the mean over the rows whose label is not ignored."""
     return fused_linear_jsd(
-        student_input, student_weight, teacher_input.detach(), teacher_weight.detach(), shift_labels, beta=jsd_beta,
-        temperature=temperature, ignore_index=ignore_index, accum_dtype=accum_dtype,
-        denominator=_valid_rows(shift_labels, ignore_index),
+        student_input, student_weight, shift_labels, teacher_input=teacher_input.detach(),
+        teacher_weight=teacher_weight.detach(), beta=jsd_beta, temperature=temperature, ignore_index=ignore_index,
+        accum_dtype=accum_dtype, denominator=_valid_rows(shift_labels, ignore_index),
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def _apply_fused_linear_kl_div(
     # Logits whose softmax at this temperature has the given probabilities.
     teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log() * temperature
     return fused_linear_kl_div(
-        student_input, student_weight, teacher, None, shift_labels, temperature=temperature,
+        student_input, student_weight, shift_labels, teacher_logits=teacher, temperature=temperature,
         ignore_index=ignore_index, reduction="sum", accum_dtype=accum_dtype, denominator=divisor,
     )  # fmt: skip
 

@@ -1,35 +1,15 @@
-"""DTensor rules for every op of ``torch.ops.liger`` (docs/distributed.md), and vocabulary-parallel losses
+"""DTensor rules for every op of ``torch.ops.liger`` (docs/distributed.md), and losses of a sharded vocabulary
 (docs/vocab_parallel.md).
 
 The rules are registered when ``torch.distributed.tensor`` is imported: before that no DTensor can exist.
 """
 
-from typing import TYPE_CHECKING
-
-from .._core.dtensor import is_dtensor, when_dtensor_is_imported
+from .._core.dtensor import in_shards, is_dtensor, when_dtensor_is_imported
 from .._core.lazy import lazy
 
-__all__ = [
-    "is_dtensor",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_fused_linear_ce",
-    "vocab_parallel_fused_linear_logprobs",
-]
+__all__ = ["is_dtensor"]
 
-if TYPE_CHECKING:
-    from .vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
-    from .vocab_parallel_logprobs import vocab_parallel_fused_linear_logprobs
-else:
-    # These modules import torch.distributed.tensor.
-    __getattr__, __dir__ = lazy(
-        __name__,
-        __all__,
-        {
-            "vocab_parallel_cross_entropy": "liger.distributed.vocab_parallel",
-            "vocab_parallel_fused_linear_ce": "liger.distributed.vocab_parallel",
-            "vocab_parallel_fused_linear_logprobs": "liger.distributed.vocab_parallel_logprobs",
-        },
-    )
+__getattr__, __dir__ = lazy(__name__, __all__, {})
 
 
 def _register_rules():
@@ -38,5 +18,17 @@ def _register_rules():
     _rules.register()
 
 
+def _lazily(name):
+    def computed(*arguments, **keywords):
+        # This module imports torch.distributed.tensor.
+        from . import _classes_in_shards
+
+        return getattr(_classes_in_shards, name)(*arguments, **keywords)
+
+    return computed
+
+
 def _initialise():
     when_dtensor_is_imported(_register_rules)
+    for name in ("fused_linear_ce", "fused_linear_logprobs", "cross_entropy", "told_to_all"):
+        in_shards[name] = _lazily(name)

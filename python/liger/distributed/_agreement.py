@@ -6,9 +6,7 @@ all-gather per call. For CUDA tensors it would make the host wait, so there the 
 """
 
 import contextlib
-import functools
 import hashlib
-import inspect
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -18,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 from torch.distributed.tensor import DTensor
 
+from .._core.arguments import GROUP
 from .._core.kept_logits import budget_or_default
-from ._vocab_shards import GROUP, VocabShards, all_gather_single, group_of, vocab_group
+from ._vocab_shards import VocabShards, all_gather_single, group_of, vocab_group
 
 
 class _Call(threading.local):
@@ -75,24 +74,6 @@ def _told_to_all(name, tensor, dim, group, values):
         raise
     finally:
         _call.name, _call.met = outer
-
-
-def together(main, dim):
-    """Decorator of a public function for :func:`told_to_all`; ``main`` is the name of its argument with the classes."""
-
-    def decorate(function):
-        position = list(inspect.signature(function).parameters).index(main)
-
-        @functools.wraps(function)
-        def told(*args, **keywords):
-            tensor = args[position] if position < len(args) else keywords.get(main)
-            values = (*args, *keywords.values())
-            with told_to_all(function.__name__, tensor, dim, keywords.get("group"), values):
-                return function(*args, **keywords)
-
-        return told
-
-    return decorate
 
 
 def meet(op, group, shards: VocabShards, classes, target, same):

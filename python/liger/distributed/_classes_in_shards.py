@@ -15,10 +15,9 @@ from .._core.cross_entropy_results import CrossEntropyOutput
 from .._core.dtensor_rows import align, follow, rewrapped
 from .._core.dtypes import accumulate_dtype
 from .._core.placements import is_sharded, where_sharded
+from . import _vocab_parallel
 from ._agreement import told_to_all
 from ._vocab_shards import whole_tensor
-from .vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
-from .vocab_parallel_logprobs import logprobs_in_shards
 
 
 def _vocab_dimension(tensor, dim, has_rows):
@@ -98,15 +97,7 @@ def _losses(rows, reduction, found):
 
 
 def _options(options, rows, vocab):
-    """Keywords of the vocabulary-parallel functions."""
-    named = options._asdict()
-    if rows is not None:
-        named |= {"token_weight": rows.token_weight, "denominator": rows.denominator(options, vocab)}
-    return named
-
-
-def _needs_whole_rows(metrics):
-    return metrics.token_accuracy or metrics.predicted_tokens or metrics.entropy
+    return options._replace(token_weight=rows.token_weight, denominator=rows.denominator(options, vocab))
 
 
 def _takes_layer(input, weight, bias):
@@ -121,51 +112,57 @@ def _bias_like(weight, bias):
     return bias.redistribute(placements=weight.placements) if isinstance(bias, DTensor) else bias
 
 
-def fused_linear_ce(op, input, weight, target, bias, options, accum_dtype, memory_budget, metrics):
-    """That of :mod:`liger.ops.fused_linear_ce` for a weight whose rows a dimension of the mesh shards, or None."""
-    if not _takes_layer(input, weight, bias) or _needs_whole_rows(metrics):
+def fused_linear_ce(
+    op, input, weight, target, bias, options, accum_dtype, memory_budget, metrics, shards=None
+):  # fmt: skip
+    """:func:`liger.fused_linear_ce` of a weight whose rows, the classes, are sharded; None for other weights.
+
+    ``shards``: group, vocab_start and vocab_size, if the caller gave one of them.
+    """
+    arguments = options, accum_dtype, memory_budget, metrics
+    if shards is not None:
+        return _vocab_parallel.fused_linear_ce(input, weight, target, bias, *arguments, *shards)
+    if not _takes_layer(input, weight, bias) or _vocab_parallel.needs_whole_rows(metrics):
         return None
     bias = _bias_like(weight, bias)
     with told_to_all(op, weight, 0, None, (input, weight, target)):
-        rows = None
-        if isinstance(input, DTensor):
-            dimension = _vocab_dimension(weight, 0, False)
-            names = "input", "target"
-            rows = _Rows.of_layer(op, input, target, options.token_weight, dimension, names)
-            input, target = rows.x, rows.target
-        found = vocab_parallel_fused_linear_ce(
-            input, weight, target, bias, accum_dtype=accum_dtype, memory_budget=memory_budget,
-            return_z_loss=metrics.z_loss, return_logprobs=metrics.logprobs, **_options(options, rows, weight.shape[0]),
-        )  # fmt: skip
-    return found if rows is None else _losses(rows, options.reduction, found)
+        if not isinstance(input, DTensor):
+            return _vocab_parallel.fused_linear_ce(input, weight, target, bias, *arguments)
+        dimension = _vocab_dimension(weight, 0, False)
+        rows = _Rows.of_layer(op, input, target, options.token_weight, dimension, ("input", "target"))
+        options = _options(options, rows, weight.shape[0])
+        found = _vocab_parallel.fused_linear_ce(rows.x, weight, rows.target, bias, options, *arguments[1:])
+    return _losses(rows, options.reduction, found)
 
 
-def cross_entropy(op, logits, target, options, metrics):
-    """That of :mod:`liger.ops.cross_entropy` for logits whose classes a dimension of the mesh shards, or None."""
-    if logits.dim() < 2 or _needs_whole_rows(metrics):
+def cross_entropy(op, logits, target, options, metrics, shards=None):
+    """:func:`liger.cross_entropy` of logits whose classes are sharded; None for other logits."""
+    if shards is not None:
+        return _vocab_parallel.cross_entropy(logits, target, options, metrics, *shards)
+    if logits.dim() < 2 or _vocab_parallel.needs_whole_rows(metrics):
         return None
     dimension = _vocab_dimension(logits, -1, True)
     if dimension is None:
         return None
     with told_to_all(op, logits, -1, None, (logits, target)):
         rows = _Rows.of_logits(op, logits, target, options.token_weight, dimension)
-        found = vocab_parallel_cross_entropy(
-            logits, rows.target, return_z_loss=metrics.z_loss, return_logprobs=metrics.logprobs,
-            **_options(options, rows, logits.shape[-1]),
-        )  # fmt: skip
+        options = _options(options, rows, logits.shape[-1])
+        found = _vocab_parallel.cross_entropy(logits, rows.target, options, metrics)
     return _losses(rows, options.reduction, found)
 
 
-def fused_linear_logprobs(op, names, hidden, weight, targets, bias, *options):
-    """The fields of ``LogProbMetrics`` for a weight whose rows a dimension of the mesh shards, or None."""
-    if not _takes_layer(hidden, weight, bias):
+def fused_linear_logprobs(op, names, input, weight, target, bias, *options, shards=None):
+    """The fields of :class:`liger.LogProbs` of a weight whose rows are sharded; None for other weights."""
+    if shards is not None:
+        return _vocab_parallel.fused_linear_logprobs(names, input, weight, target, bias, *options, *shards)
+    if not _takes_layer(input, weight, bias):
         return None
     bias = _bias_like(weight, bias)
-    with told_to_all(op, weight, 0, None, (hidden, weight, targets)):
+    with told_to_all(op, weight, 0, None, (input, weight, target)):
         rows = None
-        if isinstance(hidden, DTensor):
+        if isinstance(input, DTensor):
             dimension = _vocab_dimension(weight, 0, False)
-            rows = _Rows.of_layer(op, hidden, targets, None, dimension, (names.input, names.target))
-            hidden, targets = rows.x, rows.target
-        found = logprobs_in_shards(names, hidden, weight, targets, bias, *options)
+            rows = _Rows.of_layer(op, input, target, None, dimension, (names.input, names.target))
+            input, target = rows.x, rows.target
+        found = _vocab_parallel.fused_linear_logprobs(names, input, weight, target, bias, *options)
     return found if rows is None else tuple(t if t is None else rows.per_row(t) for t in found)

@@ -7,12 +7,11 @@ they are redistributed to sharded tokens, which is exact and needs no more memor
 
 from torch.distributed.tensor import Partial, Shard
 
-from .._core.arguments import METRICS
-from .._core.cross_entropy_math import read_targets
+from .._core.cross_entropy_math import LogProbMetrics, read_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 
-_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "grad_logits", "grad_input", "grad_down")
+_PER_ROW = ("argmax", "logprobs", "entropy", "grad_logits", "grad_input", "grad_down")
 _SUMS = ("grad_weight", "grad_bias", "grad_lora_a", "grad_lora_b")
 # Arguments with a gradient that may be None.
 _OPTIONAL = ("bias", "lora_a", "down")
@@ -20,7 +19,7 @@ _OPTIONAL = ("bias", "lora_a", "down")
 _REQUEST_FLAG = {
     "z_loss": "return_z_loss",
     "token_accuracy": "return_token_accuracy",
-    "predicted_tokens": "return_predicted_tokens",
+    "argmax": "return_argmax",
     "logprobs": "return_logprobs",
     "entropy": "return_entropy",
     "grad_logits": "need_grad",
@@ -63,16 +62,16 @@ def _forward(call):
     if _needs_denominator(call):
         call.arguments["denominator"] = call.all_reduce(targets.weight.sum(), tokens)
     # The accuracy over a rank's tokens cannot be summed over ranks, so it is computed from the predictions.
-    call.arguments["return_predicted_tokens"] |= options["return_token_accuracy"]
+    call.arguments["return_argmax"] |= options["return_token_accuracy"]
     call.arguments["return_token_accuracy"] = False
     names = [r.name for r in call.op._schema.returns]
     results = dict(zip(names, call.run(), strict=True))
     if options["return_token_accuracy"]:
-        hits = ((results["predicted_tokens"] == targets.class_index) & targets.has_class).sum(dtype=wide)
+        hits = ((results["argmax"] == targets.class_index) & targets.has_class).sum(dtype=wide)
         valid = targets.valid.sum(dtype=wide)
         results["token_accuracy"] = call.all_reduce(hits, tokens) / call.all_reduce(valid, tokens)
-        if not options["return_predicted_tokens"]:
-            results["predicted_tokens"] = results["predicted_tokens"].new_empty(0)
+        if not options["return_argmax"]:
+            results["argmax"] = results["argmax"].new_empty(0)
     per_row = call["reduction"] == "none"
 
     def wrapped(name, local):
@@ -207,8 +206,7 @@ def _logprobs(call):
             f"fused_linear_logprobs: keep is '{call['keep']}', expected 'nothing' with DTensors"
         )
     tokens, (rows, _) = _redistribute_head(call)
-    requested = [True, call["return_entropy"], call["return_argmax"], False, False]
-    requested += [call[flag] for flag in METRICS if flag in call.arguments]
+    requested = True, *(call[f"return_{name}"] for name in LogProbMetrics._fields), False, False
     return tuple(
         call.wrap(local, tokens, (rows,)) if flag else call.placeholder(local)
         for local, flag in zip(call.run(), requested, strict=True)
@@ -231,7 +229,7 @@ def _logprobs_backward(call):
 
 def _lora_logprobs(call):
     tokens, (rows, _) = _redistribute_head(call)
-    requested = True, *(call[flag] for flag in ("return_entropy", "return_argmax", *METRICS))
+    requested = True, *(call[f"return_{name}"] for name in LogProbMetrics._fields)
     return tuple(
         call.wrap(local, tokens, (rows,)) if flag else call.placeholder(local)
         for local, flag in zip(call.run(), requested, strict=True)
@@ -276,7 +274,6 @@ LOSS_RULES = {
     "fused_linear_logprobs_lora_forward": _lora_logprobs,
     "fused_linear_logprobs_lora_backward": _lora_logprobs_backward,
     "fused_linear_logprobs_forward": _logprobs,
-    "fused_linear_logprobs_metrics_forward": _logprobs,
     "fused_linear_logprobs_backward": _logprobs_backward,
     "fused_linear_ce_add_grad_weight_": _add_grad_weight_,
     "fused_linear_logprobs_add_grad_weight_": _add_grad_weight_,

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.declared import declarations, result_names
-from .._core.dtensor import in_shards
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 from ._call import Call
 from ._loss_rules import LOSS_RULES
@@ -226,19 +225,7 @@ def _dispatched(rule):
     return on_dtensors
 
 
-def _in_shards(name):
-    def computed(*arguments):
-        # Imports torch.distributed.tensor, at the end of whose import the rules are registered.
-        from . import _classes_in_shards
-
-        return getattr(_classes_in_shards, name)(*arguments)
-
-    return computed
-
-
 def register():
     """Registers all rules; called once."""
     for name, rule in RULES.items():
         torch.library.register_torch_dispatch(f"liger::{name}", DTensor, _dispatched(rule))
-    for name in ("fused_linear_ce", "fused_linear_logprobs", "cross_entropy"):
-        in_shards[name] = _in_shards(name)

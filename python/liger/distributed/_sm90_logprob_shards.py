@@ -1,4 +1,4 @@
-"""vocab_parallel_fused_linear_logprobs on the wgmma engine of compute capability 9.0: the order of steps and exchanges.
+"""fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of steps.
 
 The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
 and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its

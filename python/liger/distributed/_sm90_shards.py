@@ -1,4 +1,4 @@
-"""vocab_parallel_fused_linear_ce on the wgmma engine of compute capability 9.0: compiled steps, and communication.
+"""fused_linear_ce of a sharded vocabulary on the wgmma engine of compute capability 9.0: steps and communication.
 :mod:`liger.distributed._sm90_logprob_shards` has log-probabilities.
 
 A chunk of rows takes three compiled steps (csrc/linear_ce/sm90/shards.cu): exponentials of the logits with their sums,

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .._core.arguments import check_classes
 from .._core.autograd import at_positions, differentiable, differentiable_once
 from .._core.computed_rows import computed_rows
+from .._core.cross_entropy_math import LogProbMetrics
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, RowStatistics, check_head
@@ -20,13 +21,16 @@ from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
 from ._vocab_shards import VocabShards, gather, layer_to_check
 
-LOGPROBS = "vocab_parallel_fused_linear_logprobs"
+LOGPROBS = "fused_linear_logprobs"
 # In targets that count from the first class of a process; no class has this index.
 _IGNORED = -100
 
 _library = torch.library.Library("liger_distributed", "FRAGMENT")
 _LAYER = "Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap"
-_PLAN = "int? memory_budget, ScalarType? logits_dtype, int vocab_start, int vocab_size, str group_name"
+_PLAN = (
+    "ScalarType? accum_dtype, int? memory_budget, ScalarType? logits_dtype, int vocab_start, int vocab_size,"
+    " str group_name"
+)
 _library.define(
     f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax,"
     " bool return_log_sum_sq_probs=False, bool return_mean_logits=False, bool keep=False)"
@@ -41,15 +45,6 @@ _library.define(
     " Tensor? kept_rows=None)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
-
-
-class _Requested(NamedTuple):
-    """The optional results."""
-
-    entropy: bool
-    argmax: bool
-    log_sum_sq_probs: bool
-    mean_logits: bool
 
 
 class _Shard(NamedTuple):
@@ -163,20 +158,22 @@ def _bytes_per_logit(logits_dtype):
 
 
 def _forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
-    vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False,
-    keep=False,
+    input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype,
+    vocab_start, vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False,
+    return_mean_logits=False, keep=False,
 ):  # fmt: skip
-    requested = _Requested(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
+    requested = LogProbMetrics(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
     op = name_of_call(LOGPROBS)
     layer = layer_to_check(op, weight, bias)
-    check_head(op, input, layer[0], target, layer[1], temperature, softcap, None, memory_budget, logits_dtype)
-    check_classes(op, "targets", target, vocab_size, ignore_index)
+    check_head(
+        op, input, layer[0], target, layer[1], temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
+    check_classes(op, "target", target, vocab_size, ignore_index)
     classes, group = weight.shape[0], _resolve_process_group(group_name)
     shards = VocabShards(vocab_start, vocab_size, group_name)
     same = options_of(
         input, weight, bias, memory_budget, temperature=temperature, ignore_index=ignore_index, softcap=softcap,
-        logits_dtype=logits_dtype, **requested._asdict(),
+        accum_dtype=accum_dtype, logits_dtype=logits_dtype, **requested._asdict(),
     )  # fmt: skip
     meet(LOGPROBS, group, shards, classes, target, same)
     rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
@@ -243,12 +240,21 @@ def _forward(
 
 def _backward_kernel(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, stats, entropy,
-    memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
+    accum_dtype, memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
     need_grad_bias, kept=None, kept_rows=None,
 ):  # fmt: skip
     layer = layer_to_check(LOGPROBS, weight, bias)
     check_head(
-        LOGPROBS, input, layer[0], target, layer[1], temperature, softcap, None, memory_budget, logits_dtype
+        LOGPROBS,
+        input,
+        layer[0],
+        target,
+        layer[1],
+        temperature,
+        softcap,
+        accum_dtype,
+        memory_budget,
+        logits_dtype,
     )
     group = _resolve_process_group(group_name)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
@@ -274,7 +280,7 @@ def _backward_kernel(
         group,
         vocab_size,
         needs_grad[1],
-        None,
+        accum_dtype,
         memory_budget,
         computed.count,
         _bytes_per_logit(logits_dtype),
@@ -305,9 +311,9 @@ _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExpl
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
 def _(input, *arguments):
     (rows, _hidden), wide = input.shape, accumulate_dtype(input.dtype)
-    # Behind the 11 other arguments; the last three have defaults.
-    return_entropy, return_argmax, *metrics = (*arguments, False, False, False)[11:15]
-    keep = len(arguments) == 16 and arguments[15]
+    # Behind the 12 other arguments; the last three have defaults.
+    return_entropy, return_argmax, *metrics = (*arguments, False, False, False)[12:16]
+    keep = len(arguments) == 17 and arguments[16]
     kept, kept_rows = _engine.kept_shapes(rows, arguments[0].shape[0]) if keep else ((0,), (0,))
     return (
         input.new_empty((rows,), dtype=wide),
@@ -322,8 +328,8 @@ def _(input, *arguments):
 
 @register_fake("liger_distributed::fused_linear_logprobs_backward")
 def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
-    # Behind 10 other arguments; the last two have defaults.
-    need_grad_input, need_grad_weight, need_grad_bias = arguments[10:13]
+    # Behind 11 other arguments; the last two have defaults.
+    need_grad_input, need_grad_weight, need_grad_bias = arguments[11:14]
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
         weight.new_empty(weight.shape if need_grad_weight else (0,)),

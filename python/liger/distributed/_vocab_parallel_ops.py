@@ -26,7 +26,7 @@ from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
 from ._vocab_shards import VocabShards, gather, layer_to_check
 from ._whole_rows import Rows, check_class_weights
 
-FUSED, PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
+FUSED, PLAIN = "fused_linear_ce", "cross_entropy"
 # From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/linear_ce/planner.h.
 _FULL_SPEED_ROWS = 2048
 
@@ -36,7 +36,7 @@ _OPTIONS = (
     " float label_smoothing, float lse_square_scale, float? softcap, str reduction, {plan}int vocab_start,"
     " int vocab_size, str group_name, bool return_z_loss, bool return_logprobs"
 )
-_RESULTS = "Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy"
+_RESULTS = "Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor argmax, Tensor logprobs, Tensor entropy"
 # liger::fused_linear_ce_forward for a shard of the classes of weight and bias.
 _library.define(
     "fused_linear_ce_forward(Tensor input, Tensor weight, "

@@ -5,18 +5,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .._core.arguments import Rule, wrong_shape
+from .._core.arguments import wrong_shape
 from .._core.placements import is_sharded
 
 # all_gather_into_tensor is the name up to torch 2.12.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# new_group returns NON_GROUP_MEMBER to the processes outside the group, which find_shard refuses.
-GROUP = Rule(
-    "a process group",
-    lambda v: isinstance(v, dist.ProcessGroup) or v is dist.GroupMember.NON_GROUP_MEMBER,
-)
 
 
 class VocabShards(NamedTuple):

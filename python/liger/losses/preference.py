@@ -201,10 +201,10 @@ class PreferenceLoss(FusedLinearLoss):
         """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from ``batch``'s."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
-        options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
         logprobs = fused_linear_logprobs(
-            batch.hidden, weight, other, bias, *options, logits_dtype=self.logits_dtype,
-            accumulate_grad_weight=self.accumulate_grad_weight,
+            batch.hidden, weight, other, bias, ignore_index=self.ignore_index, accum_dtype=self.accum_dtype,
+            logits_dtype=self.logits_dtype, memory_budget=self.memory_budget, softcap=self.softcap,
+            temperature=self.temperature, accumulate_grad_weight=self.accumulate_grad_weight,
         )  # fmt: skip
         return logprobs.sum()
 

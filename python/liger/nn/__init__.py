@@ -1,7 +1,5 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
-from typing import TYPE_CHECKING
-
 from .._core.lazy import lazy
 from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
@@ -23,13 +21,6 @@ __all__ = [
     "SwiGLUMLP",
     "TiledGEGLUMLP",
     "TiledSwiGLUMLP",
-    "VocabParallelFusedLinearCrossEntropyLoss",
 ]
 
-if TYPE_CHECKING:
-    from .vocab_parallel import VocabParallelFusedLinearCrossEntropyLoss
-else:
-    # liger.nn.vocab_parallel imports torch.distributed.tensor.
-    __getattr__, __dir__ = lazy(
-        __name__, __all__, {"VocabParallelFusedLinearCrossEntropyLoss": "liger.nn.vocab_parallel"}
-    )
+__getattr__, __dir__ = lazy(__name__, __all__, {})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from .._core.arguments import (
     ANYTHING,
@@ -16,17 +18,29 @@ from .._core.arguments import (
     DIVISOR,
     DTYPE,
     FLAG,
-    NAMES,
+    SHARDS,
     TENSOR,
     arguments,
     check,
 )
 from .._core.cross_entropy_results import CrossEntropyOutput
-from .._core.types import Device, Metric, Reduction, Scalar
+from .._core.types import CrossEntropyMetric, Device, Reduction, Scalar
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 
-METRICS = CrossEntropyOutput._fields[1:]
+
+class LossOptions(TypedDict, total=False):
+    """The options of :class:`FusedLinearCrossEntropyLoss` that :class:`LMHeadLoss` takes."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    lse_square_scale: float
+    metrics: Sequence[CrossEntropyMetric]
+    accum_dtype: torch.dtype | None
+    memory_budget: int | None
+    softcap: float | None
+    accumulate_grad_weight: bool
 
 
 def _check_class_weight(op, name, weight):
@@ -40,7 +54,7 @@ class _CrossEntropyOptions(nn.Module):
 
     weight: torch.Tensor | None
 
-    @arguments(error=ValueError, optional=("weight", "softcap"), metrics=NAMES, **CE_OPTIONS)
+    @arguments(error=ValueError, optional=("weight", "softcap", *SHARDS), **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None,
@@ -48,21 +62,22 @@ class _CrossEntropyOptions(nn.Module):
         reduction: Reduction,
         label_smoothing: float,
         lse_square_scale: float,
+        metrics: Sequence[CrossEntropyMetric],
+        group: dist.ProcessGroup | None,
+        vocab_start: int | None,
+        vocab_size: int | None,
         softcap: float | None,
-        metrics: Sequence[Metric],
     ) -> None:
         super().__init__()
         name = type(self).__name__
         _check_class_weight(name, "weight", weight)
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"{name}: reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
-        unknown = [metric for metric in metrics if metric not in METRICS]
-        if unknown:
-            raise ValueError(f"{name}: metrics has '{unknown[0]}', expected some of {', '.join(METRICS)}")
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.lse_square_scale, self.softcap = label_smoothing, lse_square_scale, softcap
-        self.metrics = tuple(metrics)
+        self.metrics: tuple[Any, ...] = tuple(metrics)
+        self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -70,9 +85,11 @@ class _CrossEntropyOptions(nn.Module):
             "ignore_index": self.ignore_index,
             "label_smoothing": self.label_smoothing,
             "lse_square_scale": self.lse_square_scale,
-            "softcap": self.softcap,
             "reduction": self.reduction,
-            **{f"return_{name}": True for name in self.metrics},
+            "metrics": self.metrics,
+            "softcap": self.softcap,
+            # Without a group the keywords are absent: no wrapper looks at them then.
+            **{name: value for name in SHARDS if (value := getattr(self, name)) is not None},
         }
 
     def extra_repr(self) -> str:
@@ -91,11 +108,12 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: between 0 and 1.
         lse_square_scale: factor of the z-loss.
+        metrics: names among ``z_loss``, ``token_accuracy``, ``argmax``, ``logprobs`` and ``entropy``,
+            computed in the same pass.
+        group, vocab_start, vocab_size: of logits whose classes are sharded, as in :func:`liger.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
         inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only the loss
             uses.
-        metrics: names among ``z_loss``, ``token_accuracy``, ``predicted_tokens``, ``logprobs`` and ``entropy``,
-            computed in the same pass.
 
     Shape:
         logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which replaces
@@ -121,11 +139,17 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         lse_square_scale: float = 0.0,
+        metrics: Sequence[CrossEntropyMetric] = (),
+        group: dist.ProcessGroup | None = None,
+        vocab_start: int | None = None,
+        vocab_size: int | None = None,
         softcap: float | None = None,
         inplace: bool = False,
-        metrics: Sequence[Metric] = (),
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
+        super().__init__(
+            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, group, vocab_start,
+            vocab_size, softcap,
+        )  # fmt: skip
         check(type(self).__name__, "inplace", inplace, FLAG)
         self.inplace = inplace
 
@@ -151,8 +175,9 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     """Cross entropy of ``input @ weight.T + bias``, in chunks of rows whose logits fit a memory budget.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics: as in
+        weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, softcap: as in
             :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
+        group, vocab_start, vocab_size: of an lm_head whose classes are sharded, as in :func:`liger.fused_linear_ce`.
         accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
         accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32 ``main_grad``, or to
@@ -182,13 +207,19 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         lse_square_scale: float = 0.0,
-        softcap: float | None = None,
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[CrossEntropyMetric] = (),
+        group: dist.ProcessGroup | None = None,
+        vocab_start: int | None = None,
+        vocab_size: int | None = None,
         accum_dtype: torch.dtype | None = None,
         memory_budget: int | None = None,
+        softcap: float | None = None,
         accumulate_grad_weight: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
+        super().__init__(
+            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, group, vocab_start,
+            vocab_size, softcap,
+        )  # fmt: skip
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
         check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
         check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)
@@ -235,10 +266,11 @@ class LMHeadLoss(nn.Linear):
         bias: whether it has a bias.
         device, dtype: of the parameters.
         ce_weight: (V,) class weights of the loss.
-        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`.
+        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`, but no group: a weight that is a DTensor
+            says itself over which processes its classes are sharded.
 
     Shape:
-        hidden: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...); denominator: one
+        input: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...); denominator: one
         element.
 
     Returns:
@@ -265,7 +297,7 @@ class LMHeadLoss(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         ce_weight: torch.Tensor | None = None,
-        **loss_options: Any,
+        **loss_options: Unpack[LossOptions],
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias, device=device, dtype=dtype)
         _check_class_weight(type(self).__name__, "ce_weight", ce_weight)
@@ -274,7 +306,7 @@ class LMHeadLoss(nn.Linear):
     @arguments(denominator=DIVISOR)
     def forward(  # type: ignore[override]  # nn.Linear.forward has one argument, and returns logits only
         self,
-        hidden: torch.Tensor,
+        input: torch.Tensor,
         target: torch.Tensor | None = None,
         *,
         token_weight: torch.Tensor | None = None,
@@ -282,8 +314,8 @@ class LMHeadLoss(nn.Linear):
     ) -> torch.Tensor | CrossEntropyOutput:
         if target is not None:
             return self.loss(
-                hidden, self.weight, target, self.bias, token_weight=token_weight, denominator=denominator
+                input, self.weight, target, self.bias, token_weight=token_weight, denominator=denominator
             )
-        logits = super().forward(hidden)
+        logits = super().forward(input)
         softcap = self.loss.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

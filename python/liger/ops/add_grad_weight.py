@@ -82,7 +82,7 @@ def fused_linear_logprobs_add_grad_weight_(
 ):  # fmt: skip
     op = "fused_linear_logprobs"
     check_head(op, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
-    check_classes(op, "targets", target, weight.shape[0], ignore_index)
+    check_classes(op, "target", target, weight.shape[0], ignore_index)
     _check_sum(op, grad_weight, weight)
     for name, tensor in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
         _check_upstream(op, name, tensor, (input.shape[0],))

@@ -5,9 +5,12 @@ docs/cross_entropy.md defines every term, and says when the forward computes the
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import overload
 
 import torch
+import torch.distributed as dist
+from typing_extensions import Unpack
 
 from .._core.arguments import CE_OPTIONS, FLAG, arguments, check_ignore_index
 from .._core.autograd import (
@@ -24,12 +27,12 @@ from .._core.autograd import (
 )
 from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
-from .._core.dtensor import align_tokens, in_shards, is_dtensor
+from .._core.dtensor import align_tokens, given_shards, in_shards, is_dtensor, together
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
 from .._core.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
-from .._core.types import Reduction, Scalar
+from .._core.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
 from ..backend import register_family
 from .cross_entropy_torch import (
     cross_entropy_backward__torch,
@@ -189,10 +192,10 @@ def _inplace_applies(logits):
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _run(logits, target, options, metrics, inplace):
+def _run(logits, target, options, metrics, inplace, shards=None):
     check_ignore_index("cross_entropy", "target", target, options.ignore_index)
-    if is_dtensor(logits):
-        found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics)
+    if shards is not None or is_dtensor(logits):
+        found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics, shards)
         if found is not None:
             return found
     logits, target, token_weight = align_tokens(
@@ -219,47 +222,24 @@ _library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-# Any: with a flag that is a bool variable the result may also be the loss alone.
+# An empty tuple is also a sequence of names.
 @overload
-def cross_entropy(
+def cross_entropy(  # type: ignore[overload-overlap]
     logits: torch.Tensor,
     target: torch.Tensor,
     *,
-    ce_weight: torch.Tensor | None = ...,
-    token_weight: torch.Tensor | None = ...,
-    denominator: Scalar | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    lse_square_scale: float = ...,
-    softcap: float | None = ...,
-    reduction: Reduction = ...,
-    inplace: bool = ...,
-    return_z_loss: Literal[False] = ...,
-    return_token_accuracy: Literal[False] = ...,
-    return_predicted_tokens: Literal[False] = ...,
-    return_logprobs: Literal[False] = ...,
-    return_entropy: Literal[False] = ...,
+    metrics: tuple[()] = ...,
+    **options: Unpack[CrossEntropyOptions],
 ) -> torch.Tensor: ...
 @overload
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
     *,
-    ce_weight: torch.Tensor | None = ...,
-    token_weight: torch.Tensor | None = ...,
-    denominator: Scalar | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    lse_square_scale: float = ...,
-    softcap: float | None = ...,
-    reduction: Reduction = ...,
-    inplace: bool = ...,
-    return_z_loss: bool = ...,
-    return_token_accuracy: bool = ...,
-    return_predicted_tokens: bool = ...,
-    return_logprobs: bool = ...,
-    return_entropy: bool = ...,
-) -> CrossEntropyOutput | Any: ...
+    metrics: Sequence[CrossEntropyMetric],
+    **options: Unpack[CrossEntropyOptions],
+) -> CrossEntropyOutput: ...
+@together("logits", -1)
 @arguments(inplace=FLAG, **CE_OPTIONS)
 def cross_entropy(
     logits: torch.Tensor,
@@ -271,14 +251,13 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
-    softcap: float | None = None,
     reduction: Reduction = "mean",
+    metrics: Sequence[CrossEntropyMetric] = (),
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
     inplace: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    return_logprobs: bool = False,
-    return_entropy: bool = False,
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy between logits and class indices, computed in float32.
 
@@ -298,19 +277,23 @@ def cross_entropy(
         label_smoothing: the probability mass that is distributed evenly over all classes, between 0 and 1.
         lse_square_scale: the factor of the z-loss, ``logsumexp(logits)^2`` (de Brebisson and Vincent, arXiv
             1604.08859; PaLM, arXiv 2204.02311, section 5).
-        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        metrics: names among ``"z_loss"``, ``"token_accuracy"``, ``"argmax"``, ``"logprobs"`` and ``"entropy"``, which
+            are computed in the same pass; :class:`CrossEntropyOutput` describes each.
+        group, vocab_start, vocab_size: the logits are those of some classes, the shard of this process among the
+            processes of a group (None: all processes): the first of its classes, and the number of all classes
+            (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only ``"z_loss"`` and
+            ``"logprobs"`` are then available as metrics, and inplace has no effect.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         inplace: the gradient overwrites the logits, which must not be used afterwards: autograd raises if it needs
             their old values. With a scalar reduction the forward writes it; with ``"none"``, and for float16 logits,
             the backward does, unless the graph is retained. No effect in compiled code, or if the logits need no
             gradient or overlap themselves.
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: also return
-            this metric, computed in the same pass.
 
     Returns:
         The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the shape of the target.
-        With any ``return_*`` a :class:`CrossEntropyOutput`, whose per-row fields have the shape of the target. Only
-        the loss is differentiable, and only with respect to the logits.
+        With metrics a :class:`CrossEntropyOutput`, whose per-row fields have the shape of the target. Only the loss is
+        differentiable, and only with respect to the logits.
 
     Raises:
         TypeError: an argument of another type.
@@ -320,11 +303,15 @@ def cross_entropy(
     Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row; label
     smoothing as in Szegedy et al., arXiv 1512.00567.
     """
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
     options = CEOptions(
-        ce_weight, token_weight, denominator_tensor(denominator, logits), ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction,
-    )  # fmt: skip
-    return _run(logits, target, options, metrics, inplace)
+        ce_weight=ce_weight,
+        token_weight=token_weight,
+        denominator=denominator_tensor(denominator, logits),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        reduction=reduction,
+    )
+    shards = given_shards(group, vocab_start, vocab_size)
+    return _run(logits, target, options, Metrics.named(metrics), inplace, shards)

@@ -7,17 +7,27 @@ neither saved nor computed twice; with ``"none"`` the backward computes the logi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import overload
 
 import torch
+import torch.distributed as dist
+from typing_extensions import Unpack
 
 from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments, check_ignore_index
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
-from .._core.dtensor import align_tokens, in_shards, is_dtensor
+from .._core.dtensor import (
+    align_tokens,
+    given_shards,
+    in_shards,
+    is_dtensor,
+    refuse_with_shards,
+    together,
+)
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float16_factor import float16_factor
@@ -26,7 +36,7 @@ from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.matmul import without_ignored
 from .._core.memory_budget import check_budget_variable
 from .._core.row_blocks import row_blocks
-from .._core.types import Reduction, Scalar
+from .._core.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..backend import register_family
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .fused_linear_lora import check_lora, lora_ce
@@ -191,12 +201,21 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
 
 def _run(
     input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False,
-    lora=None,
+    lora=None, shards=None,
 ):  # fmt: skip
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
-    if is_dtensor(weight) and lora is None and not accumulate_grad_weight:
+    if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
         found = in_shards["fused_linear_ce"](
-            "fused_linear_ce", input, weight, target, bias, options, accum_dtype, memory_budget, metrics
+            "fused_linear_ce",
+            input,
+            weight,
+            target,
+            bias,
+            options,
+            accum_dtype,
+            memory_budget,
+            metrics,
+            shards,
         )
         if found is not None:
             return found
@@ -250,33 +269,16 @@ _library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-# Any: with a flag that is a bool variable the result may also be the loss alone.
+# An empty tuple is also a sequence of names.
 @overload
-def fused_linear_ce(
+def fused_linear_ce(  # type: ignore[overload-overlap]
     input: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None = ...,
     *,
-    ce_weight: torch.Tensor | None = ...,
-    token_weight: torch.Tensor | None = ...,
-    denominator: Scalar | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    lse_square_scale: float = ...,
-    softcap: float | None = ...,
-    reduction: Reduction = ...,
-    accum_dtype: torch.dtype | None = ...,
-    memory_budget: int | None = ...,
-    return_z_loss: Literal[False] = ...,
-    return_token_accuracy: Literal[False] = ...,
-    return_predicted_tokens: Literal[False] = ...,
-    return_logprobs: Literal[False] = ...,
-    return_entropy: Literal[False] = ...,
-    accumulate_grad_weight: bool = ...,
-    lora_a: torch.Tensor | None = ...,
-    lora_b: torch.Tensor | None = ...,
-    lora_scale: float = ...,
+    metrics: tuple[()] = ...,
+    **options: Unpack[FusedCrossEntropyOptions],
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_ce(
@@ -285,26 +287,10 @@ def fused_linear_ce(
     target: torch.Tensor,
     bias: torch.Tensor | None = ...,
     *,
-    ce_weight: torch.Tensor | None = ...,
-    token_weight: torch.Tensor | None = ...,
-    denominator: Scalar | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    lse_square_scale: float = ...,
-    softcap: float | None = ...,
-    reduction: Reduction = ...,
-    accum_dtype: torch.dtype | None = ...,
-    memory_budget: int | None = ...,
-    return_z_loss: bool = ...,
-    return_token_accuracy: bool = ...,
-    return_predicted_tokens: bool = ...,
-    return_logprobs: bool = ...,
-    return_entropy: bool = ...,
-    accumulate_grad_weight: bool = ...,
-    lora_a: torch.Tensor | None = ...,
-    lora_b: torch.Tensor | None = ...,
-    lora_scale: float = ...,
-) -> CrossEntropyOutput | Any: ...
+    metrics: Sequence[CrossEntropyMetric],
+    **options: Unpack[FusedCrossEntropyOptions],
+) -> CrossEntropyOutput: ...
+@together("weight", 0)
 @arguments(**CE_OPTIONS, **LORA, accumulate_grad_weight=FLAG)
 def fused_linear_ce(
     input: torch.Tensor,
@@ -318,15 +304,14 @@ def fused_linear_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
-    softcap: float | None = None,
     reduction: Reduction = "mean",
+    metrics: Sequence[CrossEntropyMetric] = (),
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
     accum_dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    return_logprobs: bool = False,
-    return_entropy: bool = False,
+    softcap: float | None = None,
     accumulate_grad_weight: bool = False,
     lora_a: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
@@ -343,13 +328,17 @@ def fused_linear_ce(
             (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), the dtype of input.
-        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction:
-            as in :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time.
+        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, reduction, metrics,
+            softcap: as in :func:`liger.cross_entropy`. With ``reduction="none"`` the backward computes the logits a
+            second time.
+        group, vocab_start, vocab_size: weight and bias have the rows of some classes, the shard of this process among
+            the processes of a group (None: all processes): the first of its classes, and the number of all classes
+            (docs/vocab_parallel.md#arguments). Every process calls with the same input, target and options, and gets
+            the loss with the same bits, the complete gradient of input, and those of its own shards. Metrics are then
+            ``"z_loss"`` and ``"logprobs"``. Not with accumulate_grad_weight and lora_a.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
             once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: also return
-            this metric, computed in the same pass.
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
             attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits a
             second time. docs/main_grad.md has the conditions.
@@ -371,16 +360,31 @@ def fused_linear_ce(
             target out of range, a class weight, token weight or denominator that requires grad.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
+    It takes no ``temperature``, as ``torch.nn.functional.cross_entropy`` does not, and no ``logits_dtype``: a mean over
+    tokens averages the roundings of logits out. :func:`fused_linear_logprobs` takes both.
+
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
+
+    Example::
+
+        loss = liger.fused_linear_ce(hidden_states, lm_head.weight, labels)
+        loss.backward()
     """
     check_budget_variable(memory_budget)
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
     options = CEOptions(
-        ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction,
-    )  # fmt: skip
+        ce_weight=ce_weight,
+        token_weight=token_weight,
+        denominator=denominator_tensor(denominator, input),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        reduction=reduction,
+    )
+    shards = given_shards(group, vocab_start, vocab_size)
+    refuse_with_shards(
+        "fused_linear_ce", shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a
+    )
     lora = None
     if lora_a is not None or lora_b is not None:
         lora = lora_a, lora_b, lora_scale
@@ -389,14 +393,6 @@ def fused_linear_ce(
             accumulate_grad_weight=(accumulate_grad_weight, (False,)),
         )  # fmt: skip
     return _run(
-        input,
-        weight,
-        target,
-        bias,
-        options,
-        accum_dtype,
-        memory_budget,
-        metrics,
-        accumulate_grad_weight,
-        lora,
-    )
+        input, weight, target, bias, options, accum_dtype, memory_budget, Metrics.named(metrics),
+        accumulate_grad_weight, lora, shards,
+    )  # fmt: skip

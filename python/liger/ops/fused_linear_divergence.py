@@ -92,14 +92,12 @@ def fused_linear_distillation(
     return results if factor is None else tuple(result / factor for result in results)
 
 
-_TEACHER = LayerNames("teacher", "teacher_weight", bias="teacher_bias")
-
 # --- composites ---------------------------------------------------------------------------------------------------
 
 
 def _run(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
-    temperature, ignore_index, reduction, accum_dtype, memory_budget,
+    temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name="teacher",
 ):  # fmt: skip
     # A teacher given as logits is not an operand of a GEMM, so autocast does not cast it.
     operands = (input, weight, bias, teacher_weight, teacher_bias)
@@ -107,25 +105,25 @@ def _run(
         *operands, *(() if teacher_weight is None else (teacher,))
     )
     teacher = states[0] if states else teacher
-    refuse_gradients(op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    frozen = {teacher_name: teacher, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    refuse_gradients(op, **frozen)
     batch = input.shape[0] if input.dim() > 1 else 1
     rows, teacher, target, token_weight, tokens = flatten_pair(
-        op, ("input", "teacher"), input, teacher, target, token_weight
+        op, ("input", teacher_name), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
     expected = f"{weight.shape[0]} classes, those of weight"
     if teacher_weight is None:
-        check_floating(op, "teacher", teacher)
-        check_device(op, "teacher", teacher, "input", rows)
+        check_floating(op, teacher_name, teacher)
+        check_device(op, teacher_name, teacher, "input", rows)
         if teacher.shape[-1] != weight.shape[0]:
-            raise wrong_shape(
-                op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
-            )
+            raise wrong_shape(op, teacher_name, teacher, f"logits of {expected}")
     else:
         if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
-        check_like(op, "teacher", teacher, "input", rows)
-        check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
+        check_like(op, teacher_name, teacher, "input", rows)
+        names = LayerNames(teacher_name, "teacher_weight", bias="teacher_bias")
+        check_layer(op, names, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
     loss, _, _ = fused_linear_distillation(
@@ -137,60 +135,79 @@ def _run(
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _fused_linear_kl_div(
-    input, weight, teacher, teacher_weight=None, target=None, bias=None, teacher_bias=None, token_weight=None,
-    denominator=None, reverse=False, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
-    memory_budget=None,
-):  # fmt: skip
-    return _run(
-        "fused_linear_kl_div", input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator, "reverse_kl" if reverse else "forward_kl", 0.5, temperature, ignore_index, reduction, accum_dtype,
-        memory_budget,
-    )  # fmt: skip
+def _composite(op, divergence_of):
+    """The op without autograd of its own: ``divergence_of(option)`` is (the name of the divergence, beta)."""
+
+    def composite(
+        input, weight, teacher, teacher_weight=None, target=None, bias=None, teacher_bias=None, token_weight=None,
+        denominator=None, option=None, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
+        memory_budget=None,
+    ):  # fmt: skip
+        return _run(
+            op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator,
+            *divergence_of(option), temperature, ignore_index, reduction, accum_dtype, memory_budget,
+        )  # fmt: skip
+
+    return composite
 
 
-def _fused_linear_jsd(
-    input, weight, teacher, teacher_weight=None, target=None, bias=None, teacher_bias=None, token_weight=None,
-    denominator=None, beta=0.5, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
-    memory_budget=None,
-):  # fmt: skip
-    return _run(
-        "fused_linear_jsd", input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator, jsd_divergence(beta), beta, temperature, ignore_index, reduction, accum_dtype, memory_budget,
-    )  # fmt: skip
+def _kl_div(reverse: bool | None) -> tuple[str, float]:
+    return "reverse_kl" if reverse else "forward_kl", 0.5
+
+
+def _jsd(beta: float | None) -> tuple[str, float]:
+    beta = 0.5 if beta is None else beta
+    return jsd_divergence(beta), beta
 
 
 _library = torch.library.Library("liger", "IMPL")
-for _name, _composite in (
-    ("fused_linear_kl_div", _fused_linear_kl_div),
-    ("fused_linear_jsd", _fused_linear_jsd),
-):
-    _library.impl(_name, _composite, "CompositeImplicitAutograd")
+for _op, _divergence_of in (("fused_linear_kl_div", _kl_div), ("fused_linear_jsd", _jsd)):
+    _library.impl(_op, _composite(_op, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
+
+
+def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
+    """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one teacher."""
+    if (teacher_input is None) == (teacher_logits is None):
+        found = "neither" if teacher_input is None else "both"
+        raise ValueError(
+            f"{op}: {found} of teacher_input and teacher_logits were given, expected teacher_input with "
+            "teacher_weight, or teacher_logits"
+        )
+    if teacher_logits is None:
+        if teacher_weight is None:
+            raise ValueError(f"{op}: teacher_input was given without teacher_weight, expected both")
+        return teacher_input, "teacher_input"
+    for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
+        if tensor is not None:
+            raise ValueError(f"{op}: {name} was given with teacher_logits, expected it with teacher_input")
+    return teacher_logits, "teacher_logits"
 
 
 @arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_kl_div(
     input: torch.Tensor,
     weight: torch.Tensor,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None = None,
     target: torch.Tensor | None = None,
-    *,
     bias: torch.Tensor | None = None,
+    *,
+    teacher_input: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None,
+    reverse: bool = False,
     token_weight: torch.Tensor | None = None,
     denominator: Scalar | None = None,
-    reverse: bool = False,
-    temperature: float = 1.0,
     ignore_index: int = -100,
     reduction: DivergenceReduction = "mean",
     accum_dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """``kl_div(input @ weight.T + bias, teacher @ teacher_weight.T + teacher_bias)`` without materialising all logits.
+    """``kl_div(input @ weight.T + bias, teacher_input @ teacher_weight.T + teacher_bias)`` without materialising all
+    logits.
 
     Rows are processed in chunks whose logits, of student and teacher, fit a memory budget. The gradient of the
     student's logits overwrites them. The teacher gets no gradient.
@@ -198,16 +215,18 @@ def fused_linear_kl_div(
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
         weight: (V, H), the dtype of input, like bias and the tensors of the teacher other than logits.
-        teacher: (..., Ht), the hidden states of the teacher; without ``teacher_weight`` its logits (..., V), in any
-            floating dtype.
-        teacher_weight: (V, Ht) or None.
-        target, token_weight, denominator, reverse, temperature, ignore_index, reduction: as in :func:`liger.kl_div`.
-            With ``"none"`` the backward computes the logits a second time.
-        bias, teacher_bias: (V,) or None.
+        target: (...), int64 or int32: only rows whose target is not ignore_index count; None: all rows.
+        bias: (V,) or None.
+        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None: the hidden states and the
+            lm_head of the teacher.
+        teacher_logits: (..., V), any floating dtype: instead of these, its logits.
+        reverse, token_weight, denominator, ignore_index, reduction, temperature: as in :func:`liger.kl_div`. With
+            ``reduction="none"`` the backward computes the logits a second time.
         accum_dtype: as in :func:`liger.fused_linear_ce`.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
 
-    Under autocast the operands are cast as ``torch.nn.functional.linear`` casts them.
+    It takes no softcap, logits_dtype, accumulate_grad_weight and lora_a: the kernels of divergences read two rows of
+    logits as a GEMM writes them. Under autocast the operands are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
         As :func:`liger.kl_div`. Differentiable once, in input, weight and bias. The GEMM of a gradient that is not
@@ -217,15 +236,22 @@ def fused_linear_kl_div(
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, vocabularies, dtypes or devices, options out of range, a tensor of the teacher,
             a token_weight or a denominator that requires grad.
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: no teacher, or two; a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
+
+    Example::
+
+        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
+        loss = liger.fused_linear_kl_div(hidden_states, lm_head.weight, labels, **teacher)
     """
     check_budget_variable(memory_budget)
-    denominator = denominator_tensor(denominator, input)
-    return _fused_linear_kl_div(
-        input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, reverse,
-        temperature, ignore_index, reduction, accum_dtype, memory_budget,
+    op = "fused_linear_kl_div"
+    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    return _run(
+        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
+        denominator_tensor(denominator, input), *_kl_div(reverse), temperature, ignore_index, reduction, accum_dtype,
+        memory_budget, name,
     )  # fmt: skip
 
 
@@ -233,20 +259,21 @@ def fused_linear_kl_div(
 def fused_linear_jsd(
     input: torch.Tensor,
     weight: torch.Tensor,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None = None,
     target: torch.Tensor | None = None,
-    *,
     bias: torch.Tensor | None = None,
+    *,
+    teacher_input: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None,
+    beta: float = 0.5,
     token_weight: torch.Tensor | None = None,
     denominator: Scalar | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
     ignore_index: int = -100,
     reduction: DivergenceReduction = "mean",
     accum_dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """:func:`liger.jsd` of the outputs of two linear layers without materialising all logits.
 
@@ -261,10 +288,17 @@ def fused_linear_jsd(
         TypeError, RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
 
     Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
+
+    Example::
+
+        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
+        loss = liger.fused_linear_jsd(hidden_states, lm_head.weight, labels, beta=0.1, **teacher)
     """
     check_budget_variable(memory_budget)
-    denominator = denominator_tensor(denominator, input)
-    return _fused_linear_jsd(
-        input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, beta,
-        temperature, ignore_index, reduction, accum_dtype, memory_budget,
+    op = "fused_linear_jsd"
+    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    return _run(
+        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
+        denominator_tensor(denominator, input), *_jsd(beta), temperature, ignore_index, reduction, accum_dtype,
+        memory_budget, name,
     )  # fmt: skip

@@ -38,30 +38,13 @@ _OP = "fused_linear_logprobs"
 
 def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    keep=NOTHING, need_grad_weight=False, logits_dtype=None,
+    return_log_sum_sq_probs=False, return_mean_logits=False, keep=NOTHING, need_grad_weight=False, logits_dtype=None,
+    accum_dtype=None,
 ):  # fmt: skip
-    return _forward(
-        input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, keep, need_grad_weight, logits_dtype, False, False,
-    )[:5]  # fmt: skip
-
-
-def fused_linear_logprobs_metrics_forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    keep=NOTHING, need_grad_weight=False, logits_dtype=None, return_log_sum_sq_probs=False, return_mean_logits=False,
-):  # fmt: skip
-    return _forward(
-        input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, keep, need_grad_weight, logits_dtype, return_log_sum_sq_probs, return_mean_logits,
-    )  # fmt: skip
-
-
-def _forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    keep, need_grad_weight, logits_dtype, return_log_sum_sq_probs, return_mean_logits,
-):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
-    check_classes(_OP, "targets", target, weight.shape[0], ignore_index)
+    check_head(
+        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
+    check_classes(_OP, "target", target, weight.shape[0], ignore_index)
     check_keep(_OP, keep)
     nothing, float32 = keep == NOTHING, logits_dtype is not None
     check_engine(_OP, keep, input, weight, bias, softcap, float32)
@@ -76,14 +59,14 @@ def _forward(
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
         kept = new_kept(NOTHING, input, weight, wide, False, None)
-        return results[4], results[5], results[3], *kept, log_sum_sq_probs, mean_logits
+        return results[4], results[5], results[3], log_sum_sq_probs, mean_logits, *kept
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         results = torch.ops.liger_sm90.logprobs_forward.default(
             input, weight, target, ignore_index, temperature, budget_or_default(memory_budget), return_entropy,
             return_argmax, keep == EXPONENTIALS, need_grad_weight, log_sum_sq_probs, mean_logits,
         )  # fmt: skip
         kept = new_kept(NOTHING, input, weight, wide, False, None) if nothing else results[3:]
-        return *results[:3], *kept, log_sum_sq_probs, mean_logits
+        return *results[:3], log_sum_sq_probs, mean_logits, *kept
     head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
     logprobs = input.new_zeros(rows, dtype=wide)
     entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
@@ -119,7 +102,7 @@ def _forward(
             kept_rows[:2] = statistics.stats
             if return_entropy:
                 kept_rows[2] = statistics.entropy
-    return logprobs, entropy, argmax, kept, kept_rows, log_sum_sq_probs, mean_logits
+    return logprobs, entropy, argmax, log_sum_sq_probs, mean_logits, kept, kept_rows
 
 
 def fused_linear_logprobs_backward(
@@ -180,7 +163,6 @@ def fused_linear_logprobs_backward(
 register_portable(
     {
         "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
-        "fused_linear_logprobs_metrics_forward": fused_linear_logprobs_metrics_forward,
         "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
     }
 )

@@ -52,7 +52,8 @@ def _(*arguments):
 @register_fake("liger::fused_linear_logprobs_lora_forward")
 def _(
     input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature, ignore_index, softcap, memory_budget,
-    return_entropy, return_argmax, logits_dtype=None, return_log_sum_sq_probs=False, return_mean_logits=False,
+    return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False, logits_dtype=None,
+    accum_dtype=None,
 ):  # fmt: skip
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
 
@@ -83,9 +84,9 @@ _ce_op = gradients_in_forward(
 
 
 def _setup(ctx, inputs, output):
-    tensors, (*options, return_entropy, _, logits_dtype, _, _) = inputs[:7], inputs[7:]
+    tensors, (*options, return_entropy, _, _, _, logits_dtype, accum_dtype) = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors)
-    ctx.options, ctx.logits_dtype = options, logits_dtype
+    ctx.options, ctx.dtypes = options, (logits_dtype, accum_dtype)
     ctx.mark_non_differentiable(*(output[2:] if return_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
@@ -98,7 +99,7 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         grad_logprobs = torch.zeros_like(grad_entropy)
     needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
     grads = torch.ops.liger.fused_linear_logprobs_lora_backward.default(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, *needed, ctx.logits_dtype
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, *needed, *ctx.dtypes
     )
     return at_positions(_ARGUMENTS, _POSITIONS, grads, needed)
 
@@ -142,11 +143,11 @@ def lora_ce(rows, weight, target, bias, factors, scale, options, accum_dtype, me
 
 
 def lora_logprobs(
-    rows, weight, target, bias, factors, scale, temperature, ignore_index, softcap, memory_budget, return_entropy,
-    return_argmax, logits_dtype, *metrics,
+    rows, weight, target, bias, factors, scale, temperature, ignore_index, softcap, memory_budget, metrics,
+    logits_dtype, accum_dtype,
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested."""
     return _logprobs_op(
         rows, weight, target, bias, *factors, float(scale), temperature, ignore_index, softcap, memory_budget,
-        return_entropy, return_argmax, logits_dtype, *metrics,
+        *metrics, logits_dtype, accum_dtype,
     )  # fmt: skip

@@ -74,7 +74,7 @@ class _Chunks:
 def fused_linear_ce_lora_forward(
     input, weight, target, bias, lora_a, lora_b, down, ce_weight, token_weight, denominator, lora_scale, ignore_index,
     label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss,
-    return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight,
+    return_token_accuracy, return_argmax, return_logprobs, return_entropy, need_grad_input, need_grad_weight,
     need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down,
 ):  # fmt: skip
     options = CEOptions(
@@ -104,7 +104,7 @@ def fused_linear_ce_lora_forward(
     def of_rows(requested, value=0.0, dtype=wide):
         return input.new_full((rows if requested else 0,), value, dtype=dtype)
 
-    need_predicted = return_predicted_tokens or return_token_accuracy
+    need_predicted = return_argmax or return_token_accuracy
     loss, z_loss = reduced(True), reduced(return_z_loss)
     predicted = of_rows(need_predicted, -1, torch.int64)
     logprobs, entropy = of_rows(return_logprobs), of_rows(return_entropy)
@@ -131,17 +131,18 @@ def fused_linear_ce_lora_forward(
     if return_token_accuracy:
         hits = (predicted == rule.class_index) & rule.has_class
         accuracy = hits.sum(dtype=wide) / rule.valid.sum(dtype=wide)
-    predicted = predicted if return_predicted_tokens else predicted.new_empty(0)
+    predicted = predicted if return_argmax else predicted.new_empty(0)
     return loss, z_loss, accuracy, predicted, logprobs, entropy, *chunks.finish()
 
 
 def fused_linear_logprobs_lora_forward(
     input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature, ignore_index, softcap, memory_budget,
-    return_entropy, return_argmax, logits_dtype=None, return_log_sum_sq_probs=False, return_mean_logits=False,
+    return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False, logits_dtype=None,
+    accum_dtype=None,
 ):  # fmt: skip
     head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, memory_budget,
-        logits_dtype,
+        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
+        memory_budget, logits_dtype,
     )  # fmt: skip
     factors, rows, wide = (lora_a, lora_b, down), input.shape[0], accumulate_dtype(input.dtype)
     chunks = _Chunks(input, target, head, factors, lora_scale, (False,) * 6, True, memory_budget)
@@ -167,17 +168,18 @@ def fused_linear_logprobs_lora_forward(
 def fused_linear_logprobs_lora_backward(
     grad_logprobs, grad_entropy, input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature,
     ignore_index, softcap, memory_budget, need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a,
-    need_grad_lora_b, need_grad_down, logits_dtype=None,
+    need_grad_lora_b, need_grad_down, logits_dtype=None, accum_dtype=None,
 ):  # fmt: skip
     head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, memory_budget,
-        logits_dtype,
+        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
+        memory_budget, logits_dtype,
     )  # fmt: skip
     needs_grad = (
         need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down
     )  # fmt: skip
     factors = lora_a, lora_b, down
-    chunks = _Chunks(input, target, head, factors, lora_scale, needs_grad, True, memory_budget)
+    exact = accum_dtype in (None, torch.float32)
+    chunks = _Chunks(input, target, head, factors, lora_scale, needs_grad, exact, memory_budget)
     for at, logits in chunks:
         y = target[at]
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
@@ -188,13 +190,14 @@ def fused_linear_logprobs_lora_backward(
 
 
 def _checked_head(
-    input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, memory_budget, logits_dtype
+    input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype, memory_budget,
+    logits_dtype,
 ):  # fmt: skip
     check_head(
-        _LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype
+        _LOGPROBS, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
     )
     check_low_rank(_LOGPROBS, input, weight, lora_a, lora_b, down)
-    check_classes(_LOGPROBS, "targets", target, weight.shape[0], ignore_index)
+    check_classes(_LOGPROBS, "target", target, weight.shape[0], ignore_index)
     return LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
 
 

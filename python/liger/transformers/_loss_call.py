@@ -18,7 +18,7 @@ from ._classes import changing_hook, gradient_hook, recipe_of
 from ._deferred_logits import DeferredLogits
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup, lookup_adding_gradient
-from ._sharded_head import FROM_LOGITS, as_output, own_copy, sharded_loss, whole_hidden, why_from_logits
+from ._sharded_head import FROM_LOGITS, as_output, own_copy, whole_hidden, why_from_logits
 
 logger = logging.getLogger("liger.transformers")
 
@@ -169,9 +169,7 @@ class LossCall:
         if scale != 1:
             # The op has no scale: the hidden states are the smallest operand that can have it.
             rows, bias = rows * scale, None if bias is None else bias * scale
-        if is_dtensor(weight):
-            self.loss = sharded_loss(rows, weight, target, bias, **options)
-        elif low_rank is None:
+        if low_rank is None:
             accumulate = self.recipe.accumulate_grad_weight
             self.loss = fused_linear_ce(
                 rows, weight, target, bias, **options, accumulate_grad_weight=accumulate

@@ -4,7 +4,7 @@ torch's ``parallelize_module`` makes weight and bias DTensors; hooks of the laye
 redistribute the output. transformers does this in a forward of the instance, with local tensors where gradients are
 disabled. Older versions of transformers shard without DTensors, in hooks.
 
-The loss of a head that shards its classes is :func:`liger.vocab_parallel_fused_linear_ce`. Every process gets the
+The loss of a head that shards its classes is :func:`liger.fused_linear_ce` of a DTensor weight. Every process gets the
 complete gradient of the hidden states, as from the output of the layer.
 """
 
@@ -90,13 +90,6 @@ def why_from_logits(head, weight, bias, recipe, gathered=True):
 def whole_hidden(hidden):
     """The hidden states of all tokens, as a plain tensor."""
     return hidden.full_tensor() if is_dtensor(hidden) else hidden
-
-
-def sharded_loss(rows, weight, target, bias, **options):
-    """The loss of rows of hidden states, which all processes have, with DTensors that shard the classes."""
-    from ..distributed import vocab_parallel_fused_linear_ce
-
-    return vocab_parallel_fused_linear_ce(rows, weight, target, bias, **options)
 
 
 class _Copies(torch.autograd.Function):

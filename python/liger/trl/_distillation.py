@@ -97,7 +97,8 @@ def _divergence(trainer, temperature=1.0, scores=()):
             def with_teacher(teacher_hidden, teacher_weight, teacher_bias, _):
                 with torch.enable_grad():
                     loss = fused_linear_jsd(
-                        hidden, weight, teacher_hidden, teacher_weight.detach(), target, bias=bias,
+                        hidden, weight, target, bias, teacher_input=teacher_hidden,
+                        teacher_weight=teacher_weight.detach(),
                         teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
                         denominator=token_count(target, num_items_in_batch), beta=trainer.beta,
                         temperature=transform.temperature,
@@ -112,7 +113,7 @@ def _divergence(trainer, temperature=1.0, scores=()):
                 statistics = _Statistics()
                 if "entropy" in scores:
                     statistics = fused_linear_logprobs(
-                        hidden, weight, target, bias, transform.temperature, return_entropy=True
+                        hidden, weight, target, bias, metrics=("entropy",), temperature=transform.temperature
                     )
             return losses[0], statistics
 

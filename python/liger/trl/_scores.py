@@ -29,17 +29,18 @@ def score(hidden, weight, bias, target, transform, names):
 
     Log-probabilities and entropies are differentiable.
     """
+    metrics = {"entropy": "entropy", "is_top1": "argmax", "log_sum_sq_probs": "log_sum_sq_probs"}
     result = fused_linear_logprobs(
-        hidden, weight, target, bias, transform.temperature, -100, transform.softcap,
-        return_entropy="entropy" in names, return_argmax="is_top1" in names, logits_dtype=transform.logits_dtype,
-        return_log_sum_sq_probs="log_sum_sq_probs" in names,
+        hidden, weight, target, bias, metrics=[metrics[name] for name in metrics if name in names],
+        logits_dtype=transform.logits_dtype, softcap=transform.softcap, temperature=transform.temperature,
     )  # fmt: skip
     if isinstance(result, torch.Tensor):
         scores = Scores(None, result)
     else:
-        squares = getattr(result, "log_sum_sq_probs", None)
         is_top1 = top1(result.argmax, target)
-        scores = Scores(None, result.logprobs, result.entropy, is_top1, log_sum_sq_probs=squares)
+        scores = Scores(
+            None, result.logprobs, result.entropy, is_top1, log_sum_sq_probs=result.log_sum_sq_probs
+        )
     return with_logit_statistics(scores, hidden, weight, bias, target, transform, names)
 
 

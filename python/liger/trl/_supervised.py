@@ -56,10 +56,10 @@ def adapt_sft(trainer):
 
 def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
     result = fused_linear_ce(
-        hidden, weight, target, bias, denominator=tokens, softcap=softcap, return_predicted_tokens=True,
-        return_logprobs=True, return_entropy=True,
+        hidden, weight, target, bias, denominator=tokens, softcap=softcap,
+        metrics=("logprobs", "entropy", "argmax"),
     )  # fmt: skip
-    return result.loss, TokenStatistics(result.logprobs, result.entropy, result.predicted_tokens)
+    return result.loss, TokenStatistics(result.logprobs, result.entropy, result.argmax)
 
 
 def _why_not_sft(trainer):

@@ -15,7 +15,6 @@ from .case import CASES, Case, arguments, cases, differentiable_outputs, outputs
 EXEMPT = {
     "BackendUnavailable": "an exception",
     "CrossEntropyOutput": "a result",
-    "LogProbMetrics": "a result",
     "LogProbs": "a result",
     "backend_report": "no tensors",
     "distributed": "a package",
@@ -26,10 +25,6 @@ EXEMPT = {
     "unpatch": "models: tests/transformers",
     "set_backend": "no tensors",
     "use_backend": "no tensors",
-    "vocab_parallel_cross_entropy": "several processes: tests/ops/test_vocab_parallel.py",
-    "vocab_parallel_fused_linear_ce": "several processes: tests/ops/test_vocab_parallel.py",
-    "vocab_parallel_fused_linear_logprobs": "several processes: tests/ops/test_vocab_parallel_logprobs.py",
-    "nn.VocabParallelFusedLinearCrossEntropyLoss": "several processes: tests/ops/test_vocab_parallel.py",
     "losses.FusedLinearLoss": "a base class",
     "losses.PreferenceLoss": "a base class",
     "losses.DistillationLoss": "a base class",

@@ -79,10 +79,10 @@ _nn(
 _nn(
     "LMHeadLoss",
     lambda **kw: nn.LMHeadLoss(HIDDEN, VOCAB, **kw),
-    lambda device, dtype: {"hidden": normal(device, dtype, 7, HIDDEN), "target": random_target(device, 7)},
+    lambda device, dtype: {"input": normal(device, dtype, 7, HIDDEN), "target": random_target(device, 7)},
     "weight",
-    "hidden",
-    ignored=lambda given: {"hidden": given["target"] == IGNORED},
+    "input",
+    ignored=lambda given: {"input": given["target"] == IGNORED},
     loss=True,
 )
 add("nn.ApplyRotaryEmb", lambda q, k, cos, sin: nn.ApplyRotaryEmb()(q, k, cos, sin), rotary, "q k")

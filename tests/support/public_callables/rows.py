@@ -116,9 +116,9 @@ for _name, _make, _options in (
 def _logprobs(device, dtype):
     made = biased_head(device, dtype)
     return {
-        "hidden": made["input"],
+        "input": made["input"],
         "weight": made["weight"],
-        "targets": made["target"],
+        "target": made["target"],
         "bias": made["bias"],
     }
 
@@ -126,19 +126,19 @@ def _logprobs(device, dtype):
 for _name, _options in {
     "": {},
     " temperature": {"temperature": 0.7, **_CHUNKS},
-    " entropy": {"return_entropy": True},
+    " entropy": {"metrics": ("entropy",)},
 }.items():
     add(
         f"fused_linear_logprobs{_name}",
         lambda **given: (
             tuple(liger.fused_linear_logprobs(**given))[:2]
-            if given.get("return_entropy")
+            if given.get("metrics")
             else liger.fused_linear_logprobs(**given)
         ),
         with_options(_logprobs, **_options),
-        "hidden weight bias",
+        "input weight bias",
         public="fused_linear_logprobs",
-        ignored=lambda given: {"hidden": given["targets"] == IGNORED},
+        ignored=lambda given: {"input": given["target"] == IGNORED},
         loss=True,
     )
 
@@ -146,10 +146,10 @@ for _name, _options in {
 add(
     "fused_linear_logprobs lora",
     lambda **given: tuple(liger.fused_linear_logprobs(**given))[:2],
-    with_options(_with_lora(_logprobs, "hidden"), temperature=0.7, return_entropy=True, **_CHUNKS),
-    "hidden weight bias lora_a lora_b",
+    with_options(_with_lora(_logprobs, "input"), temperature=0.7, metrics=("entropy",), **_CHUNKS),
+    "input weight bias lora_a lora_b",
     public="fused_linear_logprobs",
-    ignored=lambda given: {"hidden": given["targets"] == IGNORED},
+    ignored=lambda given: {"input": given["target"] == IGNORED},
     loss=True,
 )
 
@@ -178,7 +178,7 @@ for _name, _function, _make, _options in (
 
 def _head_pair(device, dtype):
     return biased_head(device, dtype) | {
-        "teacher": normal(device, dtype, 7, 24),
+        "teacher_input": normal(device, dtype, 7, 24),
         "teacher_weight": normal(device, dtype, VOCAB, 24, scale=0.2),
     }
 
@@ -192,5 +192,5 @@ for _name, _function, _make, _options in (
 ):
     add(
         _name, _function, with_options(_make, **_options), "input weight bias", public=_name.split()[0],
-        ignored=ignored_rows("input", "teacher", "token_weight"), loss=True,
+        ignored=ignored_rows("input", "teacher_input", "token_weight"), loss=True,
     )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Cross entropy and log-probabilities of a vocabulary that is sharded over the processes of a group.
+
+Every process calls these functions with the same rows and options, and with its own shard of the classes.
+docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
+
+The exchange of maxima, sums and target logits is that of Narayanan et al., arXiv 2104.04473, section 3.2
+(Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989; the entropy is that of a mixture of
+the softmax distributions of all processes.
+"""
+
+from .._core.arguments import (
+    check_given_classes,
+    check_ignore_index,
+    check_layer,
+    check_logits_dtype,
+    wrong_shape,
+)
+from .._core.autocast import autocast_operands
+from .._core.autograd import is_traced, wants_grad
+from .._core.cross_entropy_results import output_like
+from .._core.loss_rows import denominator_tensor, flatten_rows
+from .._core.memory_budget import check_budget_variable
+from ._agreement import name_of_call
+from ._vocab_parallel_logprobs_op import LOGPROBS, logprobs_op
+from ._vocab_parallel_ops import FUSED, PLAIN, fused_op, plain_op
+from ._vocab_shards import find_shard, layer_to_check, local_shard, replicated_tensor, whole_tensor
+
+
+def needs_whole_rows(metrics):
+    """The first metric of cross entropy that needs all classes in one process, or None."""
+    return next(
+        (name for name in ("token_accuracy", "argmax", "entropy") if getattr(metrics, name)),
+        None,
+    )
+
+
+def _prepare(op, options, metrics, tensor, target):
+    """Checks what both cross entropies have in common; returns the options without DTensors."""
+    if (name := needs_whole_rows(metrics)) is not None:
+        raise ValueError(
+            f"{op}: metrics has '{name}', which needs all classes in one process, expected names among z_loss, logprobs"
+        )
+    check_ignore_index(op, "target", target, options.ignore_index)
+    return options._replace(
+        ce_weight=whole_tensor(options.ce_weight),
+        denominator=denominator_tensor(whole_tensor(options.denominator), tensor),
+    )
+
+
+def fused_linear_ce(
+    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, group=None, vocab_start=None,
+    vocab_size=None,
+):  # fmt: skip
+    """:func:`liger.fused_linear_ce` of the shard of a process."""
+    op = name_of_call(FUSED)
+    check_budget_variable(memory_budget)
+    options = _prepare(op, options, metrics, input, target)
+    weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
+    bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)
+    if weight.dim() != 2:
+        raise wrong_shape(op, "weight", weight, "(classes, hidden)")
+    shards = find_shard(op, "weight", weight.shape[0], group, vocab_start, vocab_size)
+    named = {"input": input, "target": target, "token_weight": options.token_weight}
+    input, target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
+    input, weight, bias = autocast_operands(input, weight, bias)
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "input", input, target, token_weight)
+    needs_grad = (False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)
+    results = fused_op(
+        rows, weight, flat_target, bias, *options._replace(token_weight=flat_weight), accum_dtype, memory_budget,
+        *shards, metrics.z_loss, metrics.logprobs, *needs_grad,
+    )  # fmt: skip
+    return output_like(tokens, options.reduction, metrics, results)
+
+
+def cross_entropy(logits, target, options, metrics, group=None, vocab_start=None, vocab_size=None):
+    """:func:`liger.cross_entropy` of the shard of a process."""
+    op = name_of_call(PLAIN)
+    options = _prepare(op, options, metrics, logits, target)
+    logits, group, vocab_size = local_shard(op, "logits", logits, logits.dim() - 1, group, vocab_size)
+    if logits.dim() == 0:
+        raise wrong_shape(op, "logits", logits, "(..., classes)")
+    shards = find_shard(op, "logits", logits.shape[-1], group, vocab_start, vocab_size)
+    named = {"target": target, "token_weight": options.token_weight}
+    target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "logits", logits, target, token_weight)
+    results = plain_op(
+        rows, flat_target, *options._replace(token_weight=flat_weight), *shards, metrics.z_loss, metrics.logprobs
+    )  # fmt: skip
+    return output_like(tokens, options.reduction, metrics, results)
+
+
+def fused_linear_logprobs(
+    names, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype,
+    metrics, group=None, vocab_start=None, vocab_size=None,
+):  # fmt: skip
+    """The fields of :class:`liger.LogProbs` of the shard of a process; ``names``: the argument names in messages."""
+    op = name_of_call(LOGPROBS)
+    check_budget_variable(memory_budget)
+    check_ignore_index(op, names.target, target, ignore_index)
+    weight, group, vocab_size = local_shard(op, names.weight, weight, 0, group, vocab_size, input)
+    bias, group, vocab_size = local_shard(op, names.bias, bias, 0, group, vocab_size, input)
+    if weight.dim() != 2:
+        raise wrong_shape(op, names.weight, weight, "(classes, hidden)")
+    shards = find_shard(op, names.weight, weight.shape[0], group, vocab_start, vocab_size)
+    named = {names.input: input, names.target: target}
+    input, target = (replicated_tensor(op, name, t, group) for name, t in named.items())
+    check_logits_dtype(op, names.input, input, logits_dtype)
+    if logits_dtype is None:
+        input, weight, bias = autocast_operands(input, weight, bias)
+    rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
+    layer = layer_to_check(op, weight, bias)
+    check_layer(op, names, rows, *layer, flat, float32_weight=logits_dtype is not None)
+    check_given_classes(op, names.target, target, shards.vocab, ignore_index)
+    options = (
+        float(temperature), ignore_index, softcap, accum_dtype, memory_budget, logits_dtype, *shards, *metrics
+    )  # fmt: skip
+    # Compiled code keeps nothing: its results have fixed sizes.
+    keep = any(wants_grad(rows, weight)) and not is_traced(rows, weight)
+    logprobs, entropy, argmax, _, *others, _, _ = logprobs_op(rows, weight, flat, bias, *options, keep)
+    optional = zip((entropy, argmax, *others), metrics, strict=True)
+    return tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)
