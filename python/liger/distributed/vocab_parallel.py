@@ -10,7 +10,15 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from .._core.arguments import CE_OPTIONS, INTEGER, arguments, check_ignore_index, wrong_shape
+from .._core.arguments import (
+    CE_OPTIONS,
+    INTEGER,
+    arguments,
+    check_accum_dtype,
+    check_denominator,
+    check_ignore_index,
+    wrong_shape,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_results import CrossEntropyOutput, output_like
@@ -131,7 +139,7 @@ def vocab_parallel_fused_linear_ce(
         RuntimeError: as :func:`liger.fused_linear_ce`; no process group, or this process is not a member; a shard that
             does not fit the vocabulary; a DTensor with another placement or mesh; class weights of a shard only;
             another process has raised, or has called it with other options (docs/vocab_parallel.md#errors).
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: as :func:`liger.fused_linear_ce`; a vocab_start or vocab_size out of range.
 
     Source: the exchange of maxima, sums and target logits is that of Narayanan et al., arXiv 2104.04473, section 3.2
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
@@ -139,6 +147,7 @@ def vocab_parallel_fused_linear_ce(
     op = name_of_call(FUSED)
     check_budget_variable(memory_budget)
     check_ignore_index(op, "target", target, ignore_index)
+    check_denominator(op, denominator, reduction)
     weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
     bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)
     if weight.dim() != 2:
@@ -148,6 +157,7 @@ def vocab_parallel_fused_linear_ce(
     input, target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
     ce_weight, denominator = whole_tensor(ce_weight), whole_tensor(denominator)
     input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype(op, "input", input, accum_dtype)
     rows, flat_target, flat_weight, tokens = flatten_rows(op, "input", input, target, token_weight)
     results = fused_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator_tensor(denominator, input), ignore_index,
@@ -230,12 +240,13 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: as :func:`liger.cross_entropy` and :func:`vocab_parallel_fused_linear_ce`.
+        RuntimeError, ValueError: as :func:`liger.cross_entropy` and :func:`vocab_parallel_fused_linear_ce`.
 
     Source: as :func:`vocab_parallel_fused_linear_ce`.
     """
     op = name_of_call(PLAIN)
     check_ignore_index(op, "target", target, ignore_index)
+    check_denominator(op, denominator, reduction)
     logits, group, vocab_size = local_shard(op, "logits", logits, logits.dim() - 1, group, vocab_size)
     if logits.dim() == 0:
         raise wrong_shape(op, "logits", logits, "(..., classes)")

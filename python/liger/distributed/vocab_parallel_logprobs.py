@@ -155,7 +155,7 @@ def vocab_parallel_fused_linear_logprobs(
         RuntimeError: as :func:`liger.fused_linear_logprobs`; no process group, or this process is not a member; a shard
             that does not fit the vocabulary; a DTensor with another placement or mesh; another process has raised, or
             has called it with other options (docs/vocab_parallel.md#errors).
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: as :func:`liger.fused_linear_logprobs`; a vocab_start or vocab_size out of range.
 
     Source: the exchange is that of :func:`liger.vocab_parallel_fused_linear_ce`; the entropy is that of a mixture of
     the softmax distributions of all processes.

@@ -32,7 +32,7 @@ METRICS = CrossEntropyOutput._fields[1:]
 def _check_class_weight(op, name, weight):
     check(op, name, weight, TENSOR, optional=True)
     if weight is not None and weight.dim() != 1:
-        raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
+        raise RuntimeError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
 
 
 class _CrossEntropyOptions(nn.Module):
@@ -40,7 +40,7 @@ class _CrossEntropyOptions(nn.Module):
 
     weight: torch.Tensor | None
 
-    @arguments(error=ValueError, optional=("weight", "softcap"), metrics=NAMES, **CE_OPTIONS)
+    @arguments(optional=("weight", "softcap"), metrics=NAMES, **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None,
@@ -54,8 +54,6 @@ class _CrossEntropyOptions(nn.Module):
         super().__init__()
         name = type(self).__name__
         _check_class_weight(name, "weight", weight)
-        if reduction not in ("none", "mean", "sum"):
-            raise ValueError(f"{name}: reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
         unknown = [metric for metric in metrics if metric not in METRICS]
         if unknown:
             raise ValueError(f"{name}: metrics has '{unknown[0]}', expected some of {', '.join(METRICS)}")
@@ -108,7 +106,7 @@ class CrossEntropyLoss(_CrossEntropyOptions):
     Raises:
         TypeError: an option of another type.
         ValueError: an unknown reduction or metric, an option out of range.
-        RuntimeError: in the forward, as :func:`liger.cross_entropy`.
+        RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.cross_entropy`.
 
     Source: as :func:`liger.cross_entropy`.
     """
@@ -169,7 +167,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     Raises:
         TypeError: an option of another type.
         ValueError: an unknown reduction or metric, an option out of range.
-        RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
+        RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.fused_linear_ce`.
 
     Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
@@ -190,7 +188,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
-        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
+        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True)
         check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
         self.accumulate_grad_weight = accumulate_grad_weight
@@ -254,7 +252,7 @@ class LMHeadLoss(nn.Linear):
     """
 
     @arguments(
-        error=ValueError, hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
+        hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
     )  # fmt: skip
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, arguments, choice
 from .._core.linear_layers import caller_owns_output
 from .._core.types import Approximate, Device
 from ..ops.geglu import geglu
@@ -18,14 +18,14 @@ _OPTIONS: dict[str, Any] = {
     "intermediate_size": COUNT,
     "bias": FLAG,
     "inplace": FLAG,
-    "approximate": TEXT,
+    "approximate": choice(Approximate),
     "device": ANYTHING,
     "dtype": DTYPE,
 }
 
 
 class _GatedMLP(nn.Module):
-    @arguments(error=ValueError, **_OPTIONS)
+    @arguments(**_OPTIONS)
     def __init__(
         self,
         hidden_size: int,
@@ -94,7 +94,7 @@ class GEGLUMLP(_GatedMLP):
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
-    @arguments(error=ValueError, **_OPTIONS)
+    @arguments(**_OPTIONS)
     def __init__(
         self,
         hidden_size: int,
@@ -105,8 +105,6 @@ class GEGLUMLP(_GatedMLP):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"GEGLUMLP: approximate is {approximate!r}, expected 'none' or 'tanh'")
         super().__init__(hidden_size, intermediate_size, bias, inplace, device, dtype)
         self.approximate = approximate
 

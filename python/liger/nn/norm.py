@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
 from .._core.dtypes import accumulate_dtype
 from .._core.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.layer_norm import layer_norm
@@ -27,11 +27,6 @@ def _require_shape(name, x, sizes):
         raise RuntimeError(
             f"{name}: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, sizes))})"
         )
-
-
-def _require_casting_mode(name, casting_mode):
-    if casting_mode not in ("llama", "gemma", "none"):
-        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, expected 'llama', 'gemma' or 'none'")
 
 
 class RMSNorm(nn.Module):
@@ -64,8 +59,8 @@ class RMSNorm(nn.Module):
     weight: nn.Parameter | None
 
     @arguments(
-        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
-        casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
+        casting_mode=choice(CastingMode), device=ANYTHING, dtype=DTYPE,
     )  # fmt: skip
     def __init__(
         self,
@@ -78,7 +73,6 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_casting_mode("RMSNorm", casting_mode)
         self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.elementwise_affine = elementwise_affine
@@ -140,8 +134,9 @@ class RMSNormGated(nn.Module):
     """
 
     @arguments(
-        error=ValueError, hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG, activation=TEXT,
-        offset=FINITE, casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+        hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG,
+        activation=choice(GateActivation), offset=FINITE, casting_mode=choice(CastingMode), device=ANYTHING,
+        dtype=DTYPE,
     )  # fmt: skip
     def __init__(
         self,
@@ -156,9 +151,6 @@ class RMSNormGated(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_casting_mode("RMSNormGated", casting_mode)
-        if activation not in ("silu", "sigmoid"):
-            raise ValueError(f"RMSNormGated: activation is {activation!r}, expected 'silu' or 'sigmoid'")
         if group_size is not None and hidden_size % group_size:
             raise ValueError(
                 f"RMSNormGated: group_size is {group_size}, expected a divisor of hidden_size, {hidden_size}"
@@ -216,7 +208,7 @@ class LayerNorm(nn.Module):
     bias: nn.Parameter | None
 
     @arguments(
-        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
+        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
         dtype=DTYPE,
     )  # fmt: skip
     def __init__(

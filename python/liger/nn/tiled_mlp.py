@@ -39,7 +39,7 @@ class _TiledMLP(nn.Module):
     _activations: dict[str, Activation]
 
     @arguments(
-        error=ValueError, config=ANYTHING, num_shards=COUNT, memory_budget=BYTES, device=ANYTHING, dtype=DTYPE
+        config=ANYTHING, num_shards=COUNT, memory_budget=BYTES, device=ANYTHING, dtype=DTYPE
     )  # fmt: skip
     def __init__(
         self,

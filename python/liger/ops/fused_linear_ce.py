@@ -12,7 +12,15 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments, check_ignore_index
+from .._core.arguments import (
+    CE_OPTIONS,
+    FLAG,
+    LORA,
+    arguments,
+    check_accum_dtype,
+    check_denominator,
+    check_ignore_index,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
@@ -194,6 +202,7 @@ def _run(
     lora=None,
 ):  # fmt: skip
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
+    check_denominator("fused_linear_ce", options.denominator, options.reduction)
     if is_dtensor(weight) and lora is None and not accumulate_grad_weight:
         found = in_shards["fused_linear_ce"](
             "fused_linear_ce", input, weight, target, bias, options, accum_dtype, memory_budget, metrics
@@ -204,6 +213,7 @@ def _run(
     if parameter is not None:
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype("fused_linear_ce", "input", input, accum_dtype)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "fused_linear_ce", "input", input, target, token_weight
@@ -367,9 +377,10 @@ def fused_linear_ce(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
-            target out of range, a class weight, token weight or denominator that requires grad.
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a class weight, token weight or
+            denominator that requires grad.
+        ValueError: options out of range, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that is not a positive
+            number of bytes.
 
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
     """
