@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 from .._core.lazy import lazy
+from .activation import ReLUSquared, Softmax
 from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
-from .norm import LayerNorm, RMSNorm, RMSNormGated
+from .norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
 from .rotary import ApplyRotaryEmb
 from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
 
@@ -15,11 +16,14 @@ __all__ = [
     "ApplyRotaryEmb",
     "CrossEntropyLoss",
     "FusedLinearCrossEntropyLoss",
+    "GroupNorm",
     "GroupedExperts",
     "LMHeadLoss",
     "LayerNorm",
     "RMSNorm",
     "RMSNormGated",
+    "ReLUSquared",
+    "Softmax",
     "SwiGLUMLP",
     "TiledGEGLUMLP",
     "TiledSwiGLUMLP",

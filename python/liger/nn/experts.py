@@ -34,6 +34,11 @@ class GroupedExperts(nn.Module):
         ValueError: a size that is not positive, an unknown activation, an alpha or limit that is not positive.
         RuntimeError: as :func:`liger.grouped_experts`.
 
+    Example::
+
+        experts = liger.nn.GroupedExperts(8, 64, 192)
+        y = experts(torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2))
+
     Sources: as :func:`liger.grouped_experts`.
     """
 

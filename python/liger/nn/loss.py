@@ -108,6 +108,11 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         ValueError: an unknown reduction or metric, an option out of range.
         RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.cross_entropy`.
 
+    Example::
+
+        criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
+        loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
+
     Source: as :func:`liger.cross_entropy`.
     """
 
@@ -168,6 +173,11 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         TypeError: an option of another type.
         ValueError: an unknown reduction or metric, an option out of range.
         RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.fused_linear_ce`.
+
+    Example::
+
+        criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
+        loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
     Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
@@ -247,6 +257,11 @@ class LMHeadLoss(nn.Linear):
         TypeError: an option of another type.
         ValueError: a size that is not positive, an option out of range.
         RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
+
+    Example::
+
+        head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
+        loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
 
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """

@@ -1,4 +1,4 @@
-"""Root-mean-square and layer normalisation as modules."""
+"""Root-mean-square, layer and group normalisation as modules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
 from .._core.dtypes import accumulate_dtype
 from .._core.types import CastingMode, Device, GateActivation, Sizes
+from ..ops.group_norm import group_norm
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_gated import rms_norm_gated
@@ -52,6 +53,11 @@ class RMSNorm(nn.Module):
         TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
         RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.rms_norm`.
+
+    Example::
+
+        norm = liger.nn.RMSNorm(64, eps=1e-6)
+        y = norm(torch.randn(2, 10, 64))
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -130,6 +136,11 @@ class RMSNormGated(nn.Module):
         ValueError: an option out of range, or a group_size that does not divide hidden_size.
         RuntimeError: as :func:`liger.rms_norm_gated`.
 
+    Example::
+
+        norm = liger.nn.RMSNormGated(64, group_size=16)
+        y = norm(torch.randn(2, 10, 64), torch.randn(2, 10, 64))
+
     Source: as :func:`liger.rms_norm_gated`.
     """
 
@@ -201,6 +212,11 @@ class LayerNorm(nn.Module):
         ValueError: an option out of range.
         RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.layer_norm`.
 
+    Example::
+
+        norm = liger.nn.LayerNorm(64)
+        y = norm(torch.randn(2, 10, 64))
+
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
 
@@ -251,3 +267,79 @@ class LayerNorm(nn.Module):
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"bias={self.bias is not None}"
         )
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation of channels; the constructor of :class:`torch.nn.GroupNorm`.
+
+    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,
+    in float32.
+
+    Args:
+        num_groups: a divisor of ``num_channels``.
+        num_channels: the size of the second dimension of x.
+        eps: added to the variance.
+        affine: whether there are a weight, initially one, and a bias, initially zero.
+        device, dtype: of the parameters.
+
+    Shape:
+        x: (N, num_channels, ...), float16, bfloat16 or float32 (float64 on the torch backend); the result has the shape
+        and dtype of x.
+
+    Raises:
+        TypeError: an option of another type, an x that is not a tensor.
+        ValueError: an option out of range, or a num_groups that does not divide num_channels.
+        RuntimeError: an x with another number of channels, and as :func:`liger.group_norm`.
+
+    Example::
+
+        norm = liger.nn.GroupNorm(8, 64)
+        y = norm(torch.randn(2, 64, 10, 10))
+
+    Source: Wu and He, "Group Normalization", arXiv 1803.08494.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @arguments(
+        num_groups=COUNT, num_channels=COUNT, eps=NOT_NEGATIVE, affine=FLAG, device=ANYTHING, dtype=DTYPE
+    )
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(
+                f"{type(self).__name__}: num_groups is {num_groups}, expected a divisor of num_channels, {num_channels}"
+            )
+        self.num_groups, self.num_channels, self.eps, self.affine = num_groups, num_channels, eps, affine
+        for name in ("weight", "bias"):
+            parameter = (
+                nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype)) if affine else None
+            )
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one and the bias to zero."""
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    @arguments(late=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 2 or x.shape[1] != self.num_channels:
+            raise RuntimeError(
+                f"GroupNorm: x has shape {tuple(x.shape)}, expected (batch, {self.num_channels}, ...)"
+            )
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"

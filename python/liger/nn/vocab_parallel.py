@@ -35,6 +35,11 @@ class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         ValueError: an unknown reduction, a metric that needs all classes in one process, or accumulate_grad_weight.
         RuntimeError: in the forward, as :func:`liger.vocab_parallel_fused_linear_ce`.
 
+    Example::
+
+        criterion = liger.nn.VocabParallelFusedLinearCrossEntropyLoss()
+        loss = criterion(torch.randn(10, 64), torch.randn(250, 64), torch.randint(250, (10,)))  # the shard of a process
+
     Source: as :func:`liger.vocab_parallel_fused_linear_ce`.
     """
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from .._core.arguments import BYTES, INTEGER, arguments, choice
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from .._core.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
 from .._core.fakes import register_fake
 from .._core.matmul import write_linear
 from .._core.memory_budget import check_budget_variable
@@ -287,6 +287,15 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
 _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, _backward)
 
 
+def _check_shards(x, gate_weight, num_shards):
+    """Raises ValueError for a number of shards out of range. The op refuses it, too, and an x of another size."""
+    tokens = x.shape[:-1].numel()
+    if x.shape[-1:] == gate_weight.shape[-1:] and not 1 <= num_shards <= max(tokens, 1):
+        raise ValueError(
+            f"tiled_mlp: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {tokens}"
+        )
+
+
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
@@ -340,13 +349,8 @@ def tiled_mlp(
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
     check_budget_variable(memory_budget)
-    tokens = x.shape[:-1].numel()
-    # The op refuses an x that does not fit the weights.
-    fits = x.shape[-1:] == gate_weight.shape[-1:]
-    if fits and num_shards is not None and not 1 <= num_shards <= max(tokens, 1):
-        raise ValueError(
-            f"tiled_mlp: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {tokens}"
-        )
+    if num_shards is not None and not is_traced(x):
+        _check_shards(x, gate_weight, num_shards)
     tensors = autocast_operands(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     keep = any(wants_grad(*tensors))
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]
