@@ -41,24 +41,20 @@ class PlainMLP(SwiGLUMLP):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _config(hidden, intermediate):
-    return SimpleNamespace(
-        hidden_size=hidden, intermediate_size=intermediate, hidden_act="silu", mlp_bias=False
-    )
-
-
 def contestants(hidden, intermediate):
     """name -> constructor of the MLP; the first is the one without tiling."""
-    config = _config(hidden, intermediate)
     made = {
         "regular": lambda: PlainMLP(hidden, intermediate),
-        "liger": lambda: SwiGLUMLP(hidden, intermediate),
-        f"liger tiled, {SHARDS} shards": lambda: TiledSwiGLUMLP(config, num_shards=SHARDS),
-        "liger tiled": lambda: TiledSwiGLUMLP(config),
+        "liger": lambda: SwiGLUMLP(hidden, intermediate, inplace=True),
+        f"liger tiled, {SHARDS} shards": lambda: TiledSwiGLUMLP(hidden, intermediate, num_shards=SHARDS),
+        "liger tiled": lambda: TiledSwiGLUMLP(hidden, intermediate),
     }
     if importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.tiled_mlp import LigerTiledSwiGLUMLP
 
+        config = SimpleNamespace(
+            hidden_size=hidden, intermediate_size=intermediate, hidden_act="silu", mlp_bias=False
+        )
         made[f"liger-kernel tiled, {SHARDS} shards"] = lambda: LigerTiledSwiGLUMLP(config, num_shards=SHARDS)
     return made
 

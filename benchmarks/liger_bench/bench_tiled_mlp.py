@@ -45,7 +45,7 @@ class _Eager(torch.nn.Module):
 
 
 def _untiled(config):
-    return liger.nn.SwiGLUMLP(config.hidden_size, config.intermediate_size)
+    return liger.nn.SwiGLUMLP.from_config(config, inplace=True)
 
 
 def _liger_kernel(config, num_shards):
@@ -81,8 +81,8 @@ def _work(make_module):
 
 def _candidates(options):
     tiled = [
-        *ours(options, liger.nn.TiledSwiGLUMLP),
-        *ours(options, partial(liger.nn.TiledSwiGLUMLP, num_shards=SHARDS), f" {SHARDS} shards"),
+        *ours(options, liger.nn.TiledSwiGLUMLP.from_config),
+        *ours(options, partial(liger.nn.TiledSwiGLUMLP.from_config, num_shards=SHARDS), f" {SHARDS} shards"),
         liger_kernel(partial(_liger_kernel, num_shards=SHARDS)),
     ]
     return selected(options, tiled), ours(options, _untiled, " untiled")

@@ -300,9 +300,9 @@ def tiled(
         in the programs of ``torch.export`` and other tracers shards keep their activations, so no memory is saved.
 
     Raises:
-        RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that
-            requires grad and is not listed.
-        ValueError: a tensor among the arguments, or an output, without the leading shape of x.
+        RuntimeError: a sparse, nested or quantised tensor; in the backward, a tensor that requires grad and is not
+            listed.
+        ValueError: num_shards out of range; a tensor among the arguments, or an output, without the leading shape of x.
         TypeError: an argument of another type, or an output that is not one tensor.
 
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
@@ -313,7 +313,7 @@ def tiled(
     if num_shards is None:
         num_shards = max(-(-rows // max(x.shape[-1], _MIN_ROWS)), 1)
     if not 1 <= num_shards <= max(rows, 1):
-        raise RuntimeError(
+        raise ValueError(
             f"tiled: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {rows}"
         )
     for i, value in enumerate(arguments):

@@ -145,7 +145,10 @@ def test_every_op_runs_behind_hooks_that_move_nothing(model_type, options, order
 
 
 def test_a_tiled_mlp_behind_hooks_that_move_nothing():
-    module, x = TiledSwiGLUMLP(tiny("llama").config), torch.randn(5, tiny("llama").config.hidden_size)
+    module, x = (
+        TiledSwiGLUMLP.from_config(tiny("llama").config),
+        torch.randn(5, tiny("llama").config.hidden_size),
+    )
     expected = module(x)
     for projection in module.children():
         hooks.add_hook_to_module(projection, hooks.AlignDevicesHook("cpu"))

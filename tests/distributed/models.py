@@ -15,8 +15,8 @@ CONFIG = SimpleNamespace(
 
 # Every MLP that has to work in every framework, made from a configuration.
 MLPS = {
-    "swiglu": lambda config: liger.nn.SwiGLUMLP(config.hidden_size, config.intermediate_size),
-    "tiled": lambda config: liger.nn.TiledSwiGLUMLP(config, num_shards=2),
+    "swiglu": lambda config: liger.nn.SwiGLUMLP.from_config(config, inplace=True),
+    "tiled": lambda config: liger.nn.TiledSwiGLUMLP.from_config(config, num_shards=2),
 }
 
 

@@ -177,7 +177,7 @@ def test_tiled_module(name):
 
     def change(model):
         for layer in layers_of(model):
-            tiled = kind(model.config, num_shards=3, device=ranks.DEVICE)
+            tiled = kind.from_config(model.config, num_shards=3, device=ranks.DEVICE)
             tiled.load_state_dict(layer.mlp.state_dict())
             layer.mlp = tiled
 

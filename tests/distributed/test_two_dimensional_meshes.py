@@ -1,7 +1,5 @@
 """Ops and modules with DTensors on a mesh of two dimensions, against those of one process. Four ranks."""
 
-from types import SimpleNamespace
-
 import in_shards
 import pytest
 import ranks
@@ -263,9 +261,6 @@ def test_weights_that_fully_shard_has_sharded():
     assert error(gathered(hidden.grad, "plain"), whole[0].grad) <= LIMIT
 
 
-MLP = SimpleNamespace(hidden_size=H, intermediate_size=24, hidden_act="silu", mlp_bias=True)
-
-
 def mlp_weights(biases=True):
     sizes = [(24, H), (24, H), (H, 24), *([(24,), (24,), (H,)] if biases else [])]
     return [random(*size, seed=i) / 4 for i, size in enumerate(sizes)]
@@ -289,7 +284,9 @@ def test_tiled_mlp(rows, weights):
 
 def sharded_module():
     """(a tiled module with shards of the intermediate size along the second dimension of the mesh, the whole one)."""
-    module, whole = (liger.nn.TiledSwiGLUMLP(MLP, num_shards=3, device=ranks.DEVICE) for _ in range(2))
+    module, whole = (
+        liger.nn.TiledSwiGLUMLP(H, 24, bias=True, num_shards=3, device=ranks.DEVICE) for _ in range(2)
+    )
     names = ("gate_proj", "up_proj", "down_proj")
     with torch.no_grad():
         for i, tensor in enumerate(mlp_weights()):
@@ -340,7 +337,7 @@ def test_tiled_module(rows):
 
 
 def test_tiled_module_refuses_weights_of_fully_shard():
-    module = liger.nn.TiledSwiGLUMLP(MLP, device=ranks.DEVICE)
+    module = liger.nn.TiledSwiGLUMLP(H, 24, bias=True, device=ranks.DEVICE)
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     parallelize_module(module, mesh()["tensor"], plan)
     for projection in module.children():

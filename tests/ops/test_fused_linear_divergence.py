@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch
+from errors import error_about
 from test_near_teacher import forward_kl, jsd, reverse_kl
 
 import liger
@@ -260,7 +261,7 @@ def test_bad_input(device):
     tensors = make(device)
 
     def refuses(match, change=(), **options):
-        with pytest.raises(RuntimeError, match=match):
+        with pytest.raises(error_about(match), match=match):
             fused("jsd 0.3", {**tensors, **dict(change)}, **options)
 
     refuses(
@@ -287,5 +288,6 @@ def test_bad_input(device):
     refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
     refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})
     refuses("fused_linear_jsd: memory_budget is 0", memory_budget=0)
+    refuses("fused_linear_jsd: accum_dtype is float64, expected float32", accum_dtype=torch.float64)
     frozen = tensors["teacher_weight"].clone().requires_grad_()
     refuses("fused_linear_jsd: teacher_weight requires grad", {"teacher_weight": frozen})

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch, strided_like
+from errors import error_about
 
 import liger
 
@@ -177,5 +178,5 @@ def test_bad_input(change, message):
         options = change
     else:
         tensors = change(*tensors)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(error_about(message), match=message):
         liger.fused_linear_logprobs(*tensors, **options)

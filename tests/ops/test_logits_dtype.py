@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from cases import DTYPES
+from errors import error_about
 from live_bytes import LiveBytes
 
 import liger
@@ -325,7 +326,7 @@ def test_bad_input(message):
     x, weight, target, bias = make("cpu", (torch.float32,) * 2, bias=True)
     tensors = {"input": x, "weight": weight, "bias": bias}
     tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in tensors.items()}
-    error = TypeError if "torch.dtype" in message else RuntimeError
+    error = TypeError if "torch.dtype" in message else error_about(message)
     with pytest.raises(error, match=f"fused_linear_logprobs: {message}"):
         liger.fused_linear_logprobs(**tensors, target=target, **{"logits_dtype": torch.float32, **options})
 

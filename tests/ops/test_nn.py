@@ -1,6 +1,9 @@
 """liger.nn: each module against torch.nn or the op beneath it; the numerics of the ops have their own tests."""
 
 import copy
+import inspect
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +80,44 @@ def test_layer_norm_is_that_of_torch(device, shape, dtype, bias):
     assert_like(ours, theirs, [torch.randn(5, 3, *last, device=device, dtype=dtype)])
     with pytest.raises(RuntimeError, match="LayerNorm: x has shape"):
         ours(torch.randn(5, 47, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_is_that_of_torch(device, dtype, affine):
+    arguments = dict(num_groups=4, num_channels=24, eps=1e-3, affine=affine, device=device, dtype=dtype)
+    ours, theirs = liger.nn.GroupNorm(**arguments), nn.GroupNorm(**arguments)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+        nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    assert_like(ours, theirs, [torch.randn(5, 24, 3, 7, device=device, dtype=dtype)])
+    with pytest.raises(
+        RuntimeError, match=r"GroupNorm: x has shape \(5, 16, 3\), expected \(batch, 24, ...\)"
+    ):
+        ours(torch.randn(5, 16, 3, device=device, dtype=dtype))
+    with pytest.raises(
+        ValueError, match="GroupNorm: num_groups is 5, expected a divisor of num_channels, 24"
+    ):
+        liger.nn.GroupNorm(5, 24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_and_relu_squared(device, dtype):
+    class PlainReLUSquared(nn.Module):
+        def forward(self, x):
+            return x.relu().square()
+
+    x = torch.randn(5, 3, 48, device=device, dtype=dtype)
+    assert torch.equal(liger.nn.Softmax(dim=-1)(x), liger.softmax(x))
+    assert_like(liger.nn.ReLUSquared(), PlainReLUSquared(), [x])
+    for dim in (0, 1, 2, -2, 2**63):
+        with pytest.raises(ValueError, match=f"Softmax: dim is {dim}, expected -1, the last dimension"):
+            liger.nn.Softmax(dim)
+    for dim in (None, "-1", -0.5):
+        with pytest.raises(TypeError, match=f"Softmax: dim is {dim!r}, expected -1, the last dimension"):
+            liger.nn.Softmax(dim)
 
 
 def test_layer_norm_without_parameters(device):
@@ -172,12 +213,39 @@ def test_swiglu_mlp(device, dtype, bias, inplace):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_geglu_mlp(device, dtype, approximate, inplace):
-    ours = liger.nn.GEGLUMLP(24, 40, True, inplace, approximate, device=device, dtype=dtype)
+    ours = liger.nn.GEGLUMLP(24, 40, True, approximate, inplace, device=device, dtype=dtype)
     theirs = PlainGatedMLP(24, 40, True, nn.GELU(approximate), device=device, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     assert_like(ours, theirs, [torch.randn(2, 7, 24, device=device, dtype=dtype)])
     with pytest.raises(ValueError, match="GEGLUMLP: approximate is 'erf', expected 'none' or 'tanh'"):
         liger.nn.GEGLUMLP(24, 40, approximate="erf")
+
+
+def test_mlps_have_the_defaults_of_their_functions(device):
+    x = torch.randn(3, 8, device=device)
+    for kind in (liger.nn.GEGLUMLP, liger.nn.TiledGEGLUMLP):
+        mlp = kind(8, 12, device=device)
+        expected = mlp.down_proj(liger.geglu(mlp.gate_proj(x), mlp.up_proj(x)))
+        torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
+    assert not liger.nn.SwiGLUMLP(8, 12).inplace and not liger.nn.GEGLUMLP(8, 12).inplace
+
+
+def test_mlps_of_a_configuration():
+    def config(**changes):
+        return SimpleNamespace(**{"hidden_size": 8, "intermediate_size": 12, "hidden_act": "silu"} | changes)
+
+    swiglu = liger.nn.SwiGLUMLP.from_config(config(mlp_bias=True), inplace=True, dtype=torch.bfloat16)
+    assert swiglu.inplace and swiglu.up_proj.bias.shape == (12,) and swiglu.down_proj.weight.shape == (8, 12)
+    assert {p.dtype for p in swiglu.parameters()} == {torch.bfloat16}
+    for name, approximate in (("gelu", "none"), ("gelu_new", "tanh"), ("gelu_pytorch_tanh", "tanh")):
+        geglu = liger.nn.GEGLUMLP.from_config(config(hidden_activation=name), device="meta")
+        assert (geglu.approximate, geglu.up_proj.bias, geglu.inplace) == (approximate, None, False)
+        assert geglu.up_proj.weight.is_meta
+    for kind, name in ((liger.nn.SwiGLUMLP, "gelu"), (liger.nn.GEGLUMLP, "silu")):
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__}: the activation of the configuration is '{name}'"
+        ):
+            kind.from_config(config(hidden_act=name))
 
 
 @pytest.mark.parametrize("mlp", [liger.nn.SwiGLUMLP, liger.nn.GEGLUMLP])
@@ -196,7 +264,7 @@ def test_gated_mlp_with_a_kept_graph(device, mlp, inplace):
 def test_gated_mlp_whose_projections_have_another_reader(device, mlp):
     """A hook that keeps an output, and a layer whose backward reads its own output."""
     x, kept = torch.randn(3, 8, device=device), []
-    module = mlp(8, 12, device=device)
+    module = mlp(8, 12, inplace=True, device=device)
     handle = module.up_proj.register_forward_hook(lambda module, args, output: kept.append(output))
     loss = module(x).sum()
     before = kept[0].detach().clone()
@@ -357,3 +425,18 @@ def test_modules_compile_and_copy(device):
         torch.testing.assert_close(result[0], eager[0])
         torch.testing.assert_close(result[1], eager[1])
         torch.testing.assert_close(list(result[2].values()), list(eager[2].values()))
+
+
+@pytest.mark.parametrize("name", liger.nn.__all__)
+def test_every_module_has_an_example(name):
+    """Of two lines, which run."""
+    if name.startswith("VocabParallel"):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        example = inspect.getdoc(getattr(liger.nn, name)).partition("Example::\n\n")[2].partition("\n\n")[0]
+        assert len(example.splitlines()) == 2 and f"liger.nn.{name}(" in example
+        exec(textwrap.dedent(example), {"liger": liger, "torch": torch})
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

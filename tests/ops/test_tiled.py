@@ -269,10 +269,10 @@ def test_the_result_is_a_tensor_of_its_own():
     [
         (
             lambda m, x: liger.tiled(m, x, num_shards=0),
-            RuntimeError,
+            ValueError,
             "tiled: num_shards is 0, expected at least 1",
         ),
-        (lambda m, x: liger.tiled(m, x, num_shards=11), RuntimeError, "at most the number of tokens, 10"),
+        (lambda m, x: liger.tiled(m, x, num_shards=11), ValueError, "at most the number of tokens, 10"),
         (lambda m, x: liger.tiled(m, torch.tensor(1.0)), RuntimeError, "tiled: x has shape ()"),
         (
             lambda m, x: liger.tiled(m, x, torch.ones(4, 1), num_shards=2),

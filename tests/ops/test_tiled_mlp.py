@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, check_op, strided_like
+from errors import error_about
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger
@@ -319,7 +320,10 @@ def test_autocast_of_float32_weights(device):
     ("change", "words"),
     [
         ({"num_shards": 0}, "tiled_mlp: num_shards is 0, expected at least 1"),
-        ({"num_shards": 11}, "tiled_mlp: num_shards is 11, expected at most the number of tokens, 10"),
+        (
+            {"num_shards": 11},
+            "tiled_mlp: num_shards is 11, expected at least 1 and at most the number of tokens, 10",
+        ),
         ({"memory_budget": 0}, "tiled_mlp: memory_budget is 0, expected a positive number of bytes or None"),
         (
             {"activation": "relu"},
@@ -366,7 +370,7 @@ def test_bad_input(device, change, words):
         elif isinstance(value, torch.dtype):
             value = arguments[name].to(value)
         arguments[name] = value
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(error_about(words)) as caught:
         liger.tiled_mlp(**arguments)
     assert words in str(caught.value)
 

@@ -32,7 +32,7 @@ MODULES = [
 )
 @pytest.mark.parametrize("num_shards", [None, 1, 3, 100])
 def test_modules(device, kind, settings, activation, num_shards):
-    module = kind(settings, num_shards=num_shards, device=device)
+    module = kind.from_config(settings, num_shards=num_shards, device=device)
     x = torch.randn(2, 7, 16, device=device, requires_grad=True)
     y = module(x)
     expected = module.down_proj(activation(module.gate_proj(x)) * module.up_proj(x))
@@ -50,7 +50,7 @@ def test_modules_take_the_state_of_hugging_face_ones():
     settings = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, mlp_bias=True, num_attention_heads=2
     )
-    theirs, ours = LlamaMLP(settings), liger.nn.TiledSwiGLUMLP(settings, num_shards=2)
+    theirs, ours = LlamaMLP(settings), liger.nn.TiledSwiGLUMLP.from_config(settings, num_shards=2)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(5, 16)
     torch.testing.assert_close(ours(x), theirs(x))
@@ -70,7 +70,7 @@ def test_modules_with_projections_that_are_not_plain(device, activation):
             return F.linear(x, self.weight + self.delta)
 
     kind = liger.nn.TiledSwiGLUMLP if activation == "silu" else liger.nn.TiledGEGLUMLP
-    module = kind(config(hidden_act=activation), num_shards=3, device=device)
+    module = kind.from_config(config(hidden_act=activation), num_shards=3, device=device)
     module.up_proj = Adapted(module.up_proj)
     function = {"silu": F.silu, "gelu": F.gelu}.get(activation, lambda x: F.gelu(x, approximate="tanh"))
     x = torch.randn(2, 5, 16, device=device, requires_grad=True)
@@ -85,7 +85,7 @@ def test_modules_with_projections_that_are_not_plain(device, activation):
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
 def test_modules_whose_projections_have_hooks(device, register):
     """They are called, with one shard of tokens each time."""
-    module = liger.nn.TiledSwiGLUMLP(config(), num_shards=3, device=device)
+    module = liger.nn.TiledSwiGLUMLP(16, 24, num_shards=3, device=device)
     x, rows = torch.randn(2, 5, 16, device=device, requires_grad=True), []
     wanted, upstream = [x, *module.parameters()], torch.randn_like(x)
     expected = torch.autograd.grad(module(x), wanted, upstream)
@@ -106,7 +106,7 @@ def test_modules_whose_projections_have_hooks(device, register):
 
 
 def test_modules_with_a_projection_that_has_no_weight(device):
-    module = liger.nn.TiledSwiGLUMLP(config(), num_shards=3, device=device)
+    module = liger.nn.TiledSwiGLUMLP(16, 24, num_shards=3, device=device)
     x = torch.randn(2, 5, 16, device=device)
     expected = module(x)
     module.gate_proj = nn.Sequential(module.gate_proj)
@@ -117,12 +117,12 @@ def test_modules_refuse_another_activation():
     with pytest.raises(
         ValueError, match="TiledSwiGLUMLP: the activation of the configuration is 'gelu', expected"
     ):
-        liger.nn.TiledSwiGLUMLP(config(hidden_act="gelu"))
+        liger.nn.TiledSwiGLUMLP.from_config(config(hidden_act="gelu"))
     with pytest.raises(
         ValueError, match="TiledGEGLUMLP: the activation of the configuration is 'silu', expected"
     ):
-        liger.nn.TiledGEGLUMLP(config())
+        liger.nn.TiledGEGLUMLP.from_config(config())
     with pytest.raises(
         ValueError, match="TiledSwiGLUMLP: num_shards is 0, expected a positive integer or None"
     ):
-        liger.nn.TiledSwiGLUMLP(config(), num_shards=0)
+        liger.nn.TiledSwiGLUMLP.from_config(config(), num_shards=0)

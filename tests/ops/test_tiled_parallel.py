@@ -1,14 +1,10 @@
 """Tensor-parallel tiled MLPs on two processes of the CPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from processes import needs_gloo, on_processes
 
 import liger.nn
-
-CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_bias=True)
 
 
 def _compare(rank, world):
@@ -16,7 +12,7 @@ def _compare(rank, world):
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    whole, split = (liger.nn.TiledSwiGLUMLP(CONFIG, num_shards=3) for _ in range(2))
+    whole, split = (liger.nn.TiledSwiGLUMLP(8, 12, bias=True, num_shards=3) for _ in range(2))
     split.load_state_dict(whole.state_dict())
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     parallelize_module(split, init_device_mesh("cpu", (world,)), plan)
@@ -32,7 +28,7 @@ def _compare(rank, world):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
-    wrong = liger.nn.TiledSwiGLUMLP(CONFIG)
+    wrong = liger.nn.TiledSwiGLUMLP(8, 12, bias=True)
     parallelize_module(wrong, init_device_mesh("cpu", (world,)), plan | {"down_proj": ColwiseParallel()})
     with pytest.raises(RuntimeError, match=r"down_proj.weight is .*Shard\(dim=0\).*, expected"):
         wrong(x)

@@ -6,6 +6,7 @@ import in_shards
 import pytest
 import torch
 from cross_entropy_reference import random_layer
+from errors import error_about
 from processes import needs_gloo, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,7 +19,7 @@ def _bad_input(rank, world):
     mine = part_of(weight, rank, world)
 
     def refuses(match, *arguments, function=in_shards.fused_linear_ce, **options):
-        with pytest.raises(RuntimeError, match=match):
+        with pytest.raises(error_about(match), match=match):
             function(*arguments, **options)
 
     expected = 18 if rank == 0 else 17
@@ -94,7 +95,7 @@ def _names_in_messages(x, weight, bias, target):
     """Each op appears under the name by which it was called, and not under that of its form for one process."""
     for function, (valid, calls) in _bad_calls(x, weight, bias, target).items():
         for words, arguments, options in calls:
-            with pytest.raises(RuntimeError, match=f"^{re.escape(f'{function.__name__}: {words}')}"):
+            with pytest.raises(error_about(words), match=f"^{re.escape(f'{function.__name__}: {words}')}"):
                 function(*arguments, **options)
         with pytest.raises(
             TypeError, match=f"^{function.__name__}: group is 3, expected a process group or None$"
@@ -133,7 +134,8 @@ def _fails_on_one(rank, world):
             if "target at row" in words:
                 arguments = *arguments[:-1], torch.full_like(target, 17 * world)
                 text = re.sub("34$", str(17 * world), text)
-            with pytest.raises((RuntimeError, TypeError), match=f"^{re.escape(f'{name}: {text}')}"):
+            error = error_about(words) if rank == wrong else RuntimeError
+            with pytest.raises((error, TypeError), match=f"^{re.escape(f'{name}: {text}')}"):
                 function(*(arguments if rank == wrong else valid), **(options if rank == wrong else {}))
             assert torch.equal(function(*valid), expected)
     # The same with a DTensor, and by the module.

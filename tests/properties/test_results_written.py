@@ -5,7 +5,7 @@ import torch
 from public_callables import CASES, arguments, cases, differentiable_outputs, weighted_sum
 
 # Their backward reads a result, as that of torch.softmax does.
-READ_BY_THE_BACKWARD = ["softmax", "fused_add_rms_norm"]
+READ_BY_THE_BACKWARD = ["softmax", "nn.Softmax", "fused_add_rms_norm"]
 
 
 @pytest.mark.parametrize("name", cases(differentiable=True))

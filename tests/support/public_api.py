@@ -32,6 +32,9 @@ def _described(name, value):
     forward = getattr(value, "forward", None)
     if forward is not None and not forward.__module__.startswith("torch"):
         lines.append(f"{name}.forward{_signature(forward, bound=True)}")
+    for n, member in sorted(vars(value).items()):
+        if isinstance(member, classmethod) and not n.startswith("_"):
+            lines.append(f"{name}.{n}{_signature(getattr(value, n))}")
     return lines + [f"{name}.{n}: method" for n in sorted(own) if n != "forward"]
 
 

@@ -18,7 +18,7 @@ from liger.losses import FusedLinearLoss
 # The first case of each public callable.
 FIRST = {case.public: name for name, case in reversed(CASES.items())}
 # Not options: what a callable computes, and where its parameters are.
-ARGUMENTS = {"device", "dtype", "config", "function", "arguments", "keywords", "parameters"}
+ARGUMENTS = {"device", "dtype", "dim", "function", "arguments", "keywords", "parameters"}
 # Not options of one process: tests/ops/test_vocab_parallel.py.
 SHARDS = {"group", "vocab_start", "vocab_size"}
 # Options with an effect beyond the results.
@@ -26,15 +26,8 @@ EFFECTS = {"accumulate_grad_weight", "inplace", "observe"}
 # What constructors need, by the names of their arguments.
 SIZES = {
     "normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": 24, "num_experts": 4, "vocab_size": VOCAB,
+    "num_groups": 4, "num_channels": HIDDEN,
 }  # fmt: skip
-
-
-class _Config:
-    hidden_size, intermediate_size, hidden_act = HIDDEN, 24, "silu"
-
-
-class _GELUConfig(_Config):
-    hidden_act = "gelu_pytorch_tanh"
 
 
 def public(name):
@@ -329,8 +322,8 @@ def _constructed(cls, options):
     taken = inspect.signature(cls).parameters
     required = {name for name, parameter in taken.items() if parameter.default is parameter.empty}
     needed = {name: size for name, size in SIZES.items() if name in required}
-    if "config" in taken:
-        needed |= {"config": _GELUConfig if "GEGLU" in cls.__name__ else _Config, "num_shards": 2}
+    if "num_shards" in taken:
+        needed["num_shards"] = 2
     module = cls(**{**needed, **options})
     with torch.no_grad():
         for parameter in module.parameters():

@@ -19,7 +19,7 @@ from torch.overrides import is_tensor_like
 from .autograd import is_plain_eager_call
 from .dtensor import is_dtensor
 from .mixed_tensors import MixedTensors
-from .types import CrossEntropyMetric
+from .types import CrossEntropyMetric, Reduction
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -78,6 +78,15 @@ def _is_divisor(value: object) -> bool:
 TENSOR = Rule("a tensor", _is_tensor)
 FLAG = Rule("True or False", lambda v: isinstance(v, (bool, torch.SymBool)))
 TEXT = Rule("a string", lambda v: isinstance(v, str))
+
+
+def choice(literal: Any) -> Rule:
+    """The rule of an option that is one of the strings of a ``Literal``."""
+    names = get_args(literal)
+    *others, last = map(repr, names)
+    return Rule(f"{', '.join(others)} or {last}", TEXT.has_type, lambda v: v in names)
+
+
 DTYPE = Rule("a torch.dtype", lambda v: isinstance(v, torch.dtype))
 FUNCTION = Rule("a function", callable)
 INTEGER = Rule("an integer", _is_integer, lambda v: -(2**63) <= v < 2**63, _beyond_int64)
@@ -158,7 +167,7 @@ CE_OPTIONS: dict[str, Any] = {
     "denominator": DIVISOR,
     "label_smoothing": FRACTION,
     "lse_square_scale": NOT_NEGATIVE,
-    "reduction": TEXT,
+    "reduction": choice(Reduction),
 }
 
 
@@ -192,17 +201,17 @@ def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def check(op, name, value, rule, optional=False, error=RuntimeError):
-    """Raises TypeError for a value of another type, ``error`` for one out of range or a tensor of a layout that no op
-    takes; None passes if ``optional``."""
+def check(op, name, value, rule, optional=False):
+    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a tensor of a
+    layout that no op takes; None passes if ``optional``."""
     if value is None and optional:
         return
     if not rule.has_type(value):
         kind, beyond = TypeError, ""
     elif isinstance(value, torch.Tensor) and layout_of(value) is not None:
-        raise error(f"{op}: {name} is {layout_of(value)}, expected a dense tensor (torch.strided)")
+        raise RuntimeError(f"{op}: {name} is {layout_of(value)}, expected a dense tensor (torch.strided)")
     elif rule.in_range is not None and not rule.in_range(value):
-        kind, beyond = error, "" if rule.beyond is None else rule.beyond(value)
+        kind, beyond = ValueError, "" if rule.beyond is None else rule.beyond(value)
     else:
         return
     expected = f"{rule.expected} or None" if optional else rule.expected
@@ -246,7 +255,6 @@ def check_one_mesh(op, given, raised):
 def arguments(
     *,
     late: bool = False,
-    error: type[Exception] = RuntimeError,
     optional: tuple[str, ...] = (),
     used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
@@ -258,8 +266,9 @@ def arguments(
 
     Args:
         late: check only after the function has raised, to name the argument in the message. For ops whose host time
-            counts; the op itself must refuse everything that the rules refuse.
-        error: the exception for a value out of range.
+            counts; the op itself must refuse everything that the rules refuse. A RuntimeError of the op about an
+            argument that has a rule, such as a number of groups that does not divide the channels, becomes a
+            ValueError.
         used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
             ranges.
 
@@ -282,12 +291,12 @@ def arguments(
             op = type(args[0]).__name__ if of_method else function.__name__
             known = known_for(keywords)
             for (name, rule, may_be_none), value in zip(in_order, args[of_method:], strict=False):
-                check(op, name, value, rule, may_be_none, error)
+                check(op, name, value, rule, may_be_none)
             for given, value in keywords.items():
                 # The call itself raises TypeError for an unknown keyword.
                 if given in known:
                     name, rule, may_be_none = known[given]
-                    check(op, name, value, rule, may_be_none, error)
+                    check(op, name, value, rule, may_be_none)
 
         def known_for(keywords):
             """``known`` without the ranges of options that the loss type does not read."""
@@ -324,6 +333,9 @@ def arguments(
             except _OF_OPS as raised:
                 check_all(args, keywords)
                 explain(args, keywords, raised)
+                found = re.match(rf"{function.__name__}: (\w+) is ", str(raised))
+                if found and found[1] in rules:
+                    raise ValueError(str(raised).splitlines()[0]) from None
                 raise
 
         decorated: Any = explained if late else checked
@@ -382,14 +394,14 @@ def check_divisor(op, name, tensor):
 
 
 def check_ignore_index(op, name, target, ignore_index):
-    """Raises RuntimeError for an ``ignore_index`` that the dtype of the target cannot hold.
+    """Raises ValueError for an ``ignore_index`` that the dtype of the target cannot hold.
 
     No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
     """
     if -(2**31) <= ignore_index < 2**31 or (target.dtype != torch.int32 and -(2**63) <= ignore_index < 2**63):
         return
     dtype = "int32" if target.dtype == torch.int32 else "int64"
-    raise RuntimeError(
+    raise ValueError(
         f"{op}: ignore_index is {described(ignore_index)}, expected a value of {dtype}, the dtype of {name}"
     )
 
@@ -403,12 +415,27 @@ class LayerNames(NamedTuple):
     bias: str = "bias"
 
 
-def check_logits_dtype(op, input_name, input, logits_dtype, error=RuntimeError):
+def check_accum_dtype(op, name, input, accum_dtype):
+    """Raises ValueError unless ``accum_dtype`` is None, float32 or the dtype of the input."""
+    if accum_dtype not in (None, torch.float32, input.dtype):
+        raise ValueError(
+            f"{op}: accum_dtype is {dtype_name(accum_dtype)}, expected float32, the dtype of {name}, "
+            f"{dtype_name(input.dtype)}, or None"
+        )
+
+
+def check_denominator(op, denominator, reduction):
+    """Raises ValueError for a divisor that the reduction does not use."""
+    if denominator is not None and reduction == "none":
+        raise ValueError(f"{op}: denominator was given with reduction 'none', expected 'mean' or 'sum'")
+
+
+def check_logits_dtype(op, input_name, input, logits_dtype):
     """Raises unless ``logits_dtype`` is None, or float32 for an input (or None) of no more bits."""
     if logits_dtype is None:
         return
     if logits_dtype != torch.float32:
-        raise error(f"{op}: logits_dtype is {dtype_name(logits_dtype)}, expected float32 or None")
+        raise ValueError(f"{op}: logits_dtype is {dtype_name(logits_dtype)}, expected float32 or None")
     if input is not None and input.dtype == torch.float64:
         expected = "float16, bfloat16 or float32 with logits_dtype float32"
         raise wrong_dtype(op, input_name, input, expected)

@@ -254,7 +254,7 @@ class Sm90LMHeadGradients(LMHeadGradients):
 def check_head(
     op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype=None
 ):
-    """Raises RuntimeError for mismatched shapes, dtypes or devices, and for options out of range."""
+    """Raises RuntimeError for mismatched shapes, dtypes or devices, ValueError for a temperature out of range."""
     check(op, "temperature", temperature, POSITIVE)
     # The check of fused_linear_ce has the same conditions.
     torch.ops.liger.check_fused_linear_ce(

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn.tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
+from .._core.gated import GELU_NAMES
+from ..nn.mlp import GELU, SILU, options_of
+from ..nn.tiled_mlp import TiledMLP
 from ._rows import _apply_silu_mul, liger_geglu, swiglu_packed
 
 _SILU = ("silu", "swish")
@@ -127,15 +129,18 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
         _GatedMLP.__init__(self, config, factor * config.intermediate_size)
 
 
-class LigerTiledSwiGLUMLP(TiledSwiGLUMLP):
+class LigerTiledSwiGLUMLP(TiledMLP):
     """:class:`liger.nn.TiledSwiGLUMLP`."""
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
-        super().__init__(config, num_shards)
+        super().__init__(**options_of(type(self).__name__, config, SILU), num_shards=num_shards)
 
 
-class LigerTiledGEGLUMLP(TiledGEGLUMLP):
+class LigerTiledGEGLUMLP(TiledMLP):
     """:class:`liger.nn.TiledGEGLUMLP`."""
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
-        super().__init__(config, num_shards)
+        given = options_of(type(self).__name__, config, GELU)
+        activation = GELU_NAMES[given.pop("approximate")]
+        super().__init__(**given, num_shards=num_shards)
+        self.activation = activation

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nn.activation import ReLUSquared, Softmax
+from ..nn.norm import GroupNorm
 from ._rows import (
     _apply_fused_add_rms_norm,
     _apply_rms_norm,
     liger_group_norm,
     liger_layer_norm,
-    liger_relu_squared,
-    liger_softmax,
 )
 
 
@@ -141,25 +141,15 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
 
 
-class LigerGroupNorm(nn.Module):
-    """Group norm, :func:`liger.group_norm`. There is always a bias, which starts at zero; ``bias`` has no effect."""
+class LigerGroupNorm(GroupNorm):
+    """:class:`liger.nn.GroupNorm`. There is always a bias, which starts at zero; ``bias`` has no effect."""
 
     def __init__(
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
     ) -> None:  # fmt: skip
-        super().__init__()
-        if num_channels % num_groups:
-            raise ValueError(
-                f"LigerGroupNorm: num_channels is {num_channels}, expected a multiple of num_groups, {num_groups}"
-            )
-        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = (
-            num_channels,
-            num_groups,
-            eps,
-            eps,
-        )
+        super().__init__(num_groups, num_channels, eps)
+        self.variance_epsilon = eps
         self.weight = _initial(self, init_fn, num_channels)
-        self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return liger_group_norm(
@@ -170,15 +160,12 @@ class LigerGroupNorm(nn.Module):
         return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
 
 
-class LigerSoftmax(nn.Module):
-    """:func:`liger.softmax` over the last dimension."""
+class LigerSoftmax(Softmax):
+    """:class:`liger.nn.Softmax`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return liger_softmax(x)
+    def __init__(self) -> None:
+        super().__init__()
 
 
-class LigerReLUSquared(nn.Module):
-    """:func:`liger.relu_squared`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return liger_relu_squared(x)
+class LigerReLUSquared(ReLUSquared):
+    """:class:`liger.nn.ReLUSquared`."""

@@ -9,6 +9,7 @@ the softmax distributions of all processes.
 """
 
 from .._core.arguments import (
+    check_accum_dtype,
     check_given_classes,
     check_ignore_index,
     check_layer,
@@ -54,6 +55,7 @@ def fused_linear_ce(
     """:func:`liger.fused_linear_ce` of the shard of a process."""
     op = name_of_call(FUSED)
     check_budget_variable(memory_budget)
+    check_accum_dtype(op, "input", input, accum_dtype)
     options = _prepare(op, options, metrics, input, target)
     weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
     bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)

@@ -94,7 +94,7 @@ def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
             f"{op}: {name} is a DTensor over ranks {_ranks(found)}, expected those of the group, {_ranks(group)}"
         )
     if vocab_size not in (None, tensor.shape[dim]):
-        raise RuntimeError(
+        raise ValueError(
             f"{op}: vocab_size is {vocab_size}, expected that of {name}, a DTensor of shape {tuple(tensor.shape)}"
         )
     gradient = list(tensor.placements)
@@ -130,19 +130,20 @@ def find_shard(op, name, classes, group, vocab_start, vocab_size):
     """The :class:`VocabShards` of a process with ``classes`` classes.
 
     Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller last one and
-    none on the processes after it. Raises RuntimeError if the number of classes does not fit. No communication.
+    none on the processes after it. Raises RuntimeError if the number of classes does not fit, ValueError for
+    a ``vocab_start`` or ``vocab_size`` out of range. No communication.
     """
     group = group_of(op, group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if vocab_size is None and classes == 0:
         raise RuntimeError(f"{op}: {name} has no classes, expected at least one without vocab_size")
     if vocab_size is not None and vocab_size < 1:
-        raise RuntimeError(f"{op}: vocab_size is {vocab_size}, expected at least 1")
+        raise ValueError(f"{op}: vocab_size is {vocab_size}, expected at least 1")
     if vocab_start is not None:
         if vocab_size is None:
-            raise RuntimeError(f"{op}: vocab_start was given without vocab_size, expected both")
+            raise ValueError(f"{op}: vocab_start was given without vocab_size, expected both")
         if not 0 <= vocab_start <= vocab_size - classes:
-            raise RuntimeError(
+            raise ValueError(
                 f"{op}: vocab_start is {vocab_start}, expected {name} with its {classes} classes to lie within the "
                 f"vocab_size of {vocab_size}"
             )

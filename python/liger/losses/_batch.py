@@ -112,7 +112,7 @@ class Batch:
             raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
         check_device(op, "cu_seqlens", cu_seqlens, names.target, target)
         if max_length is not None and max_length < 0:
-            raise RuntimeError(f"{op}: max_length is {max_length}, expected the longest length")
+            raise ValueError(f"{op}: max_length is {max_length}, expected the longest length")
         tokens = self.target.shape[0]
         length = tokens if max_length is None or tokens == 0 else max_length
         self.shape = torch.Size((cu_seqlens.shape[0] - 1, length))

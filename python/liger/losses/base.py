@@ -15,6 +15,7 @@ from .._core.arguments import (
     HEAD,
     LayerNames,
     arguments,
+    check_accum_dtype,
     check_layer,
     check_logits_dtype,
     wrong_shape,
@@ -100,7 +101,7 @@ class FusedLinearLoss(nn.Module):
     uses_entropy: bool = False
     names: ClassVar[LayerNames] = LayerNames("hidden")
 
-    @arguments(error=ValueError, observe=FUNCTION, accumulate_grad_weight=FLAG, **HEAD)
+    @arguments(observe=FUNCTION, accumulate_grad_weight=FLAG, **HEAD)
     def __init__(
         self, *, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
         accum_dtype: torch.dtype | None = None, memory_budget: int | None = None,
@@ -108,7 +109,7 @@ class FusedLinearLoss(nn.Module):
         accumulate_grad_weight: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_logits_dtype(type(self).__name__, None, None, logits_dtype, ValueError)
+        check_logits_dtype(type(self).__name__, None, None, logits_dtype)
         if self.unit not in UNITS:
             raise ValueError(
                 f"{type(self).__name__}: unit is '{self.unit}', expected one of {', '.join(UNITS)}"
@@ -320,6 +321,7 @@ class FusedLinearLoss(nn.Module):
         check_logits_dtype(batch.op, self.names.input, hidden, self.logits_dtype)
         if not float32_logits:
             hidden, weight, bias = autocast_operands(hidden, weight, bias)
+        check_accum_dtype(batch.op, self.names.input, hidden, self.accum_dtype)
         check_layer(batch.op, self.names, hidden, weight, bias, batch.target, float32_weight=float32_logits)
         needs_grad = wants_grad(hidden, weight, bias)
         factor = None

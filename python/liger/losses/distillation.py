@@ -17,6 +17,7 @@ from .._core.arguments import (
     TEXT,
     LayerNames,
     arguments,
+    check_accum_dtype,
     check_device,
     check_floating,
     check_given_classes,
@@ -70,7 +71,7 @@ class DistillationLoss(nn.Module):
     """
 
     @arguments(
-        error=ValueError, weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, return_soft_hard_loss=FLAG,
+        weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, return_soft_hard_loss=FLAG,
         **HEAD,
     )  # fmt: skip
     def __init__(
@@ -143,6 +144,7 @@ class DistillationLoss(nn.Module):
             teacher_bias,
         )
         teacher = teacher if heads[0] is None else heads[0]
+        check_accum_dtype(rows.op, _STUDENT.input, hidden, self.accum_dtype)
         check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
         # The op checks classes too, but does not know the names of these arguments.
         if rows.target is not None and self.weight_hard_loss:
@@ -254,7 +256,7 @@ class FusedLinearJSDLoss(_TwoHeadLoss):
     Source: Agarwal et al., "GKD", arXiv 2306.13649.
     """
 
-    @arguments(error=ValueError, beta=FRACTION)
+    @arguments(beta=FRACTION)
     def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
         super().__init__(**options)
         self.beta = float(beta)
@@ -299,7 +301,7 @@ class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
     whose gradients of logits are scaled, it overflows to infinity or NaN where ``|s|`` is below 2^-7.
     """
 
-    @arguments(error=ValueError, beta=POSITIVE)
+    @arguments(beta=POSITIVE)
     def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
         super().__init__(**options)
         self.beta = float(beta)

@@ -101,7 +101,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
     names = LayerNames("_input", "lin_weight", "selected_token_ids")
 
     @arguments(
-        error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
+        beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
         loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
         sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
         entropy_coef=FINITE, vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
@@ -365,7 +365,7 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
     """
 
     @arguments(
-        error=ValueError, epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT,
+        epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT,
         used_by={"epsilon": _USED_BY["epsilon_high"]},
     )  # fmt: skip
     def __init__(

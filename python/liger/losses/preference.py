@@ -72,7 +72,7 @@ class PreferenceLoss(FusedLinearLoss):
     names = LayerNames("_input", "lin_weight")
 
     @arguments(
-        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
+        beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
         use_ref_model=FLAG,
     )  # fmt: skip
     def __init__(
@@ -247,7 +247,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
     """
 
     @arguments(
-        error=ValueError, loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
+        loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
         use_ref_model=FLAG, used_by={"label_smoothing": _SMOOTHED, "discopop_tau": ("discopop",)},
     )  # fmt: skip
     def __init__(
@@ -258,7 +258,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
         self.loss_type = check_choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
         if loss_type in ("ipo", "sppo_hard"):
             # Their target margin is inversely proportional to beta.
-            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
+            check(type(self).__name__, "beta", beta, POSITIVE)
         below = 0.5 if loss_type == "robust" else 1.0
         if loss_type in _SMOOTHED and not label_smoothing < below:
             raise ValueError(
@@ -326,7 +326,7 @@ class FusedLinearORPOLoss(PreferenceLoss):
     Source: Hong et al., arXiv 2403.07691, equations 4 to 7.
     """
 
-    @arguments(error=ValueError, beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
+    @arguments(beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
     def __init__(self, *, beta: float = 0.1, compute_nll_loss: bool = True, **options: Any) -> None:
         super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options)
 
@@ -357,7 +357,7 @@ class FusedLinearCPOLoss(PreferenceLoss):
     """
 
     @arguments(
-        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
+        beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
         compute_nll_loss=FLAG, used_by={"label_smoothing": ("sigmoid",)},
     )  # fmt: skip
     def __init__(
@@ -367,7 +367,7 @@ class FusedLinearCPOLoss(PreferenceLoss):
         super().__init__(beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, **options)
         self.loss_type = check_choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
         if loss_type == "ipo":
-            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
+            check(type(self).__name__, "beta", beta, POSITIVE)
         self.label_smoothing = label_smoothing
 
     def preference_loss(
@@ -396,7 +396,7 @@ class FusedLinearSimPOLoss(PreferenceLoss):
     """
 
     @arguments(
-        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, gamma=FINITE, label_smoothing=FRACTION,
+        beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, gamma=FINITE, label_smoothing=FRACTION,
         compute_nll_loss=FLAG,
     )  # fmt: skip
     def __init__(

@@ -62,7 +62,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     names = LayerNames("_input", "lin_weight")
 
     @arguments(
-        error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT,
+        beta=NOT_NEGATIVE, use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT,
         desirable_weight=NOT_NEGATIVE, undesirable_weight=NOT_NEGATIVE,
     )  # fmt: skip
     def __init__(

@@ -1,10 +1,11 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
 from .._core.lazy import lazy
+from .activation import ReLUSquared, Softmax
 from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
-from .norm import LayerNorm, RMSNorm, RMSNormGated
+from .norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
 from .rotary import ApplyRotaryEmb
 from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
 
@@ -13,11 +14,14 @@ __all__ = [
     "ApplyRotaryEmb",
     "CrossEntropyLoss",
     "FusedLinearCrossEntropyLoss",
+    "GroupNorm",
     "GroupedExperts",
     "LMHeadLoss",
     "LayerNorm",
     "RMSNorm",
     "RMSNormGated",
+    "ReLUSquared",
+    "Softmax",
     "SwiGLUMLP",
     "TiledGEGLUMLP",
     "TiledSwiGLUMLP",

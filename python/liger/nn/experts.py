@@ -7,10 +7,9 @@ import math
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, POSITIVE, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, POSITIVE, arguments, choice
 from .._core.types import Device, ExpertActivation
 from ..ops.grouped_experts import grouped_experts
-from ..ops.grouped_experts_torch import ACTIVATIONS
 
 
 class GroupedExperts(nn.Module):
@@ -35,11 +34,16 @@ class GroupedExperts(nn.Module):
         ValueError: a size that is not positive, an unknown activation, an alpha or limit that is not positive.
         RuntimeError: as :func:`liger.grouped_experts`.
 
+    Example::
+
+        experts = liger.nn.GroupedExperts(8, 64, 192)
+        y = experts(torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2))
+
     Sources: as :func:`liger.grouped_experts`.
     """
 
     @arguments(
-        error=ValueError, num_experts=COUNT, hidden_size=COUNT, intermediate_size=COUNT, bias=FLAG, activation=TEXT,
+        num_experts=COUNT, hidden_size=COUNT, intermediate_size=COUNT, bias=FLAG, activation=choice(ExpertActivation),
         is_transposed=FLAG, is_interleaved=FLAG, alpha=POSITIVE, limit=POSITIVE, recompute=FLAG, device=ANYTHING,
         dtype=DTYPE,
     )  # fmt: skip
@@ -58,10 +62,6 @@ class GroupedExperts(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"GroupedExperts: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
-            )
         super().__init__()
         self.num_experts, self.hidden_size, self.intermediate_size = (
             num_experts,

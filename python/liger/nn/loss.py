@@ -46,7 +46,7 @@ class LossOptions(TypedDict, total=False):
 def _check_class_weight(op, name, weight):
     check(op, name, weight, TENSOR, optional=True)
     if weight is not None and weight.dim() != 1:
-        raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
+        raise RuntimeError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
 
 
 class _CrossEntropyOptions(nn.Module):
@@ -54,7 +54,7 @@ class _CrossEntropyOptions(nn.Module):
 
     weight: torch.Tensor | None
 
-    @arguments(error=ValueError, optional=("weight", "softcap", *SHARDS), **CE_OPTIONS)
+    @arguments(optional=("weight", "softcap", *SHARDS), **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None,
@@ -126,7 +126,12 @@ class CrossEntropyLoss(_CrossEntropyOptions):
     Raises:
         TypeError: an option of another type.
         ValueError: an unknown reduction or metric, an option out of range.
-        RuntimeError: in the forward, as :func:`liger.cross_entropy`.
+        RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.cross_entropy`.
+
+    Example::
+
+        criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
+        loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
 
     Source: as :func:`liger.cross_entropy`.
     """
@@ -194,7 +199,12 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     Raises:
         TypeError: an option of another type.
         ValueError: an unknown reduction or metric, an option out of range.
-        RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
+        RuntimeError: a weight of another shape than (V,); in the forward, as :func:`liger.fused_linear_ce`.
+
+    Example::
+
+        criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
+        loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
     Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
@@ -221,7 +231,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
             vocab_size, softcap,
         )  # fmt: skip
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
-        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
+        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True)
         check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
         self.accumulate_grad_weight = accumulate_grad_weight
@@ -282,11 +292,16 @@ class LMHeadLoss(nn.Linear):
         ValueError: a size that is not positive, an option out of range.
         RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
 
+    Example::
+
+        head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
+        loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
+
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """
 
     @arguments(
-        error=ValueError, hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
+        hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
     )  # fmt: skip
     def __init__(
         self,

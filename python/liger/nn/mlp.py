@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, arguments, choice
 from .._core.linear_layers import caller_owns_output
 from .._core.types import Approximate, Device
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "hidden_size": COUNT,
     "intermediate_size": COUNT,
     "bias": FLAG,
     "inplace": FLAG,
-    "approximate": TEXT,
+    "approximate": choice(Approximate),
     "device": ANYTHING,
     "dtype": DTYPE,
 }
 
+# Hugging Face's name of an activation -> the options of the module that it stands for.
+Activations: TypeAlias = dict[str, dict[str, Any]]
+SILU: Activations = {"silu": {}, "swish": {}}
+GELU: Activations = {
+    "gelu": {"approximate": "none"},
+    "gelu_python": {"approximate": "none"},
+    "gelu_new": {"approximate": "tanh"},
+    "gelu_pytorch_tanh": {"approximate": "tanh"},
+    "gelu_accurate": {"approximate": "tanh"},
+}
 
-class _GatedMLP(nn.Module):
-    @arguments(error=ValueError, **_OPTIONS)
+
+def options_of(name: str, config: Any, activations: Activations) -> dict[str, Any]:
+    """What a configuration says about the constructor of the MLP ``name``. Raises ValueError for an activation that is
+    not among ``activations``."""
+    # Gemma's configurations have both; hidden_activation is the one that its MLP uses.
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in activations:
+        raise ValueError(
+            f"{name}: the activation of the configuration is {activation!r}, expected one of {', '.join(activations)}"
+        )
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "bias": getattr(config, "mlp_bias", False),
+        **activations[activation],
+    }
+
+
+class Projections(nn.Module):
+    """The submodules of all gated MLPs, with the names of Hugging Face."""
+
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        inplace: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        self, hidden_size: int, intermediate_size: int, bias: bool, device: Device, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
-        self.inplace = inplace
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
+
+
+class _GatedMLP(Projections):
+    inplace: bool
 
     def _may_overwrite(self) -> bool:
         return self.inplace and caller_owns_output(self.gate_proj) and caller_owns_output(self.up_proj)
@@ -69,8 +96,38 @@ class SwiGLUMLP(_GatedMLP):
         ValueError: a size that is not positive.
         RuntimeError: as ``torch.nn.functional.linear`` and :func:`liger.swiglu`.
 
+    Example::
+
+        mlp = liger.nn.SwiGLUMLP(64, 192, inplace=True)
+        y = mlp(torch.randn(2, 10, 64))
+
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
+
+    @arguments(**OPTIONS)
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        inplace: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias, device, dtype)
+        self.inplace = inplace
+
+    @classmethod
+    def from_config(
+        cls, config: Any, inplace: bool = False, device: Device = None, dtype: torch.dtype | None = None
+    ) -> SwiGLUMLP:
+        """The MLP of a Hugging Face configuration, or of any object with ``hidden_size``, ``intermediate_size``,
+        ``hidden_activation`` or ``hidden_act``, and ``mlp_bias`` if the projections have biases.
+
+        Raises:
+            ValueError: the configuration has another activation.
+        """
+        return cls(**options_of(cls.__name__, config, SILU), inplace=inplace, device=device, dtype=dtype)
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +139,7 @@ class GEGLUMLP(_GatedMLP):
 
     Args:
         hidden_size, intermediate_size, bias, inplace, device, dtype: as in :class:`SwiGLUMLP`.
-        approximate: ``"tanh"``, as in Gemma, or ``"none"`` for the exact GELU.
+        approximate: ``"none"`` for the exact GELU, or ``"tanh"``, as in Gemma.
 
     Shape:
         As :class:`SwiGLUMLP`.
@@ -91,24 +148,35 @@ class GEGLUMLP(_GatedMLP):
         TypeError, RuntimeError: as :class:`SwiGLUMLP`.
         ValueError: a size that is not positive, an unknown approximation.
 
+    Example::
+
+        mlp = liger.nn.GEGLUMLP(64, 192, approximate="tanh")
+        y = mlp(torch.randn(2, 10, 64))
+
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
-    @arguments(error=ValueError, **_OPTIONS)
+    @arguments(**OPTIONS)
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        inplace: bool = True,
-        approximate: Approximate = "tanh",
+        approximate: Approximate = "none",
+        inplace: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"GEGLUMLP: approximate is {approximate!r}, expected 'none' or 'tanh'")
-        super().__init__(hidden_size, intermediate_size, bias, inplace, device, dtype)
-        self.approximate = approximate
+        super().__init__(hidden_size, intermediate_size, bias, device, dtype)
+        self.approximate, self.inplace = approximate, inplace
+
+    @classmethod
+    def from_config(
+        cls, config: Any, inplace: bool = False, device: Device = None, dtype: torch.dtype | None = None
+    ) -> GEGLUMLP:
+        """As :meth:`SwiGLUMLP.from_config`; the activation decides ``approximate``: ``"gelu"`` is the exact one,
+        ``"gelu_pytorch_tanh"`` and ``"gelu_new"`` are its approximation by tanh."""
+        return cls(**options_of(cls.__name__, config, GELU), inplace=inplace, device=device, dtype=dtype)
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:

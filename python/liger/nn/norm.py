@@ -1,4 +1,4 @@
-"""Root-mean-square and layer normalisation as modules."""
+"""Root-mean-square, layer and group normalisation as modules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
 from .._core.dtypes import accumulate_dtype
 from .._core.types import CastingMode, Device, GateActivation, Sizes
+from ..ops.group_norm import group_norm
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_gated import rms_norm_gated
@@ -27,11 +28,6 @@ def _require_shape(name, x, sizes):
         raise RuntimeError(
             f"{name}: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, sizes))})"
         )
-
-
-def _require_casting_mode(name, casting_mode):
-    if casting_mode not in ("llama", "gemma", "none"):
-        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, expected 'llama', 'gemma' or 'none'")
 
 
 class RMSNorm(nn.Module):
@@ -58,14 +54,19 @@ class RMSNorm(nn.Module):
         ValueError: an option out of range.
         RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.rms_norm`.
 
+    Example::
+
+        norm = liger.nn.RMSNorm(64, eps=1e-6)
+        y = norm(torch.randn(2, 10, 64))
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
 
     weight: nn.Parameter | None
 
     @arguments(
-        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
-        casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
+        casting_mode=choice(CastingMode), device=ANYTHING, dtype=DTYPE,
     )  # fmt: skip
     def __init__(
         self,
@@ -78,7 +79,6 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_casting_mode("RMSNorm", casting_mode)
         self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.elementwise_affine = elementwise_affine
@@ -136,12 +136,18 @@ class RMSNormGated(nn.Module):
         ValueError: an option out of range, or a group_size that does not divide hidden_size.
         RuntimeError: as :func:`liger.rms_norm_gated`.
 
+    Example::
+
+        norm = liger.nn.RMSNormGated(64, group_size=16)
+        y = norm(torch.randn(2, 10, 64), torch.randn(2, 10, 64))
+
     Source: as :func:`liger.rms_norm_gated`.
     """
 
     @arguments(
-        error=ValueError, hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG, activation=TEXT,
-        offset=FINITE, casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+        hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG,
+        activation=choice(GateActivation), offset=FINITE, casting_mode=choice(CastingMode), device=ANYTHING,
+        dtype=DTYPE,
     )  # fmt: skip
     def __init__(
         self,
@@ -156,9 +162,6 @@ class RMSNormGated(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_casting_mode("RMSNormGated", casting_mode)
-        if activation not in ("silu", "sigmoid"):
-            raise ValueError(f"RMSNormGated: activation is {activation!r}, expected 'silu' or 'sigmoid'")
         if group_size is not None and hidden_size % group_size:
             raise ValueError(
                 f"RMSNormGated: group_size is {group_size}, expected a divisor of hidden_size, {hidden_size}"
@@ -209,6 +212,11 @@ class LayerNorm(nn.Module):
         ValueError: an option out of range.
         RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.layer_norm`.
 
+    Example::
+
+        norm = liger.nn.LayerNorm(64)
+        y = norm(torch.randn(2, 10, 64))
+
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
 
@@ -216,7 +224,7 @@ class LayerNorm(nn.Module):
     bias: nn.Parameter | None
 
     @arguments(
-        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
+        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
         dtype=DTYPE,
     )  # fmt: skip
     def __init__(
@@ -259,3 +267,79 @@ class LayerNorm(nn.Module):
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"bias={self.bias is not None}"
         )
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation of channels; the constructor of :class:`torch.nn.GroupNorm`.
+
+    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,
+    in float32.
+
+    Args:
+        num_groups: a divisor of ``num_channels``.
+        num_channels: the size of the second dimension of x.
+        eps: added to the variance.
+        affine: whether there are a weight, initially one, and a bias, initially zero.
+        device, dtype: of the parameters.
+
+    Shape:
+        x: (N, num_channels, ...), float16, bfloat16 or float32 (float64 on the torch backend); the result has the shape
+        and dtype of x.
+
+    Raises:
+        TypeError: an option of another type, an x that is not a tensor.
+        ValueError: an option out of range, or a num_groups that does not divide num_channels.
+        RuntimeError: an x with another number of channels, and as :func:`liger.group_norm`.
+
+    Example::
+
+        norm = liger.nn.GroupNorm(8, 64)
+        y = norm(torch.randn(2, 64, 10, 10))
+
+    Source: Wu and He, "Group Normalization", arXiv 1803.08494.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @arguments(
+        num_groups=COUNT, num_channels=COUNT, eps=NOT_NEGATIVE, affine=FLAG, device=ANYTHING, dtype=DTYPE
+    )
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(
+                f"{type(self).__name__}: num_groups is {num_groups}, expected a divisor of num_channels, {num_channels}"
+            )
+        self.num_groups, self.num_channels, self.eps, self.affine = num_groups, num_channels, eps, affine
+        for name in ("weight", "bias"):
+            parameter = (
+                nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype)) if affine else None
+            )
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one and the bias to zero."""
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    @arguments(late=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 2 or x.shape[1] != self.num_channels:
+            raise RuntimeError(
+                f"GroupNorm: x has shape {tuple(x.shape)}, expected (batch, {self.num_channels}, ...)"
+            )
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"

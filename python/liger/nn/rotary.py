@@ -27,6 +27,11 @@ class ApplyRotaryEmb(nn.Module):
         ValueError: unsqueeze_dim is neither 1 nor 2.
         RuntimeError: in the forward, as :func:`liger.rope`.
 
+    Example::
+
+        q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        q, k = liger.nn.ApplyRotaryEmb()(q, k, angles.cos(), angles.sin())
+
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
 

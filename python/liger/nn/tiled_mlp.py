@@ -1,33 +1,26 @@
-"""Gated MLPs that process one shard of tokens at a time, with the constructors of Hugging Face's MLPs."""
+"""Gated MLPs that process one shard of tokens at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
-from .._core.arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
+from .._core.arguments import BYTES, COUNT, arguments
 from .._core.dtensor import is_dtensor
+from .._core.gated import GELU_NAMES
 from .._core.linear_layers import computes_linear_alone, needs_no_call
-from .._core.types import Activation, Device
+from .._core.types import Activation, Approximate, Device
 from .._tiled import tiled
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 from ..ops.tiled_mlp import tiled_mlp
+from .mlp import GELU, OPTIONS, SILU, Projections, options_of
 
-# Hugging Face's name of an activation -> the name in liger.tiled_mlp.
-_SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
-_GELU: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-}
+_OPTIONS: dict[str, Any] = {**OPTIONS, "num_shards": COUNT, "memory_budget": BYTES}
 
 
-class _TiledMLP(nn.Module):
+class TiledMLP(Projections):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
     Plain projections are modules only for the names of their parameters: the forward does not call them. With others
@@ -36,41 +29,21 @@ class _TiledMLP(nn.Module):
     attribute is read.
     """
 
-    _activations: dict[str, Activation]
+    activation: Activation = "silu"
 
-    @arguments(
-        error=ValueError, config=ANYTHING, num_shards=COUNT, memory_budget=BYTES, device=ANYTHING, dtype=DTYPE
-    )  # fmt: skip
+    @arguments(**_OPTIONS)
     def __init__(
         self,
-        config: Any,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
         num_shards: int | None = None,
         memory_budget: int | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        # Gemma's configurations have both; hidden_activation is the one that its MLP uses.
-        name = getattr(config, "hidden_activation", None) or config.hidden_act
-        if name not in self._activations:
-            raise ValueError(
-                f"{type(self).__name__}: the activation of the configuration is {name!r}, "
-                f"expected one of {', '.join(self._activations)}"
-            )
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.activation, self.num_shards, self.memory_budget = (
-            self._activations[name],
-            num_shards,
-            memory_budget,
-        )
-        options: dict[str, Any] = {
-            "bias": getattr(config, "mlp_bias", False),
-            "device": device,
-            "dtype": dtype,
-        }
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, **options)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, **options)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, **options)
+        super().__init__(hidden_size, intermediate_size, bias, device, dtype)
+        self.num_shards, self.memory_budget = num_shards, memory_budget
 
     @arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,15 +137,13 @@ class _TiledMLP(nn.Module):
         return f"activation={self.activation!r}, num_shards={self.num_shards}, memory_budget={self.memory_budget}"
 
 
-class TiledSwiGLUMLP(_TiledMLP):
-    """``down_proj(silu(gate_proj(x)) * up_proj(x))``, a shard of tokens at a time, by :func:`liger.tiled_mlp`.
+class TiledSwiGLUMLP(TiledMLP):
+    """:class:`SwiGLUMLP`, a shard of tokens at a time, by :func:`liger.tiled_mlp`.
 
     Args:
-        config: of a Hugging Face model, or any object with ``hidden_size``, ``intermediate_size``, ``hidden_act`` and,
-            if the projections have biases, ``mlp_bias=True``.
+        hidden_size, intermediate_size, bias, device, dtype: as in :class:`SwiGLUMLP`.
         num_shards, memory_budget: as in :func:`liger.tiled_mlp`. With fewer tokens than shards, each shard has one
             token.
-        device, dtype: of the parameters.
 
     Shape:
         x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
@@ -184,30 +155,77 @@ class TiledSwiGLUMLP(_TiledMLP):
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
-        ValueError: an unsupported activation in the configuration, a number of shards or bytes below one.
+        ValueError: a size, a number of shards or a number of bytes below one.
         RuntimeError: in the forward, DTensors with another sharding, and as :func:`liger.tiled_mlp`.
+
+    Example::
+
+        mlp = liger.nn.TiledSwiGLUMLP(64, 192, num_shards=4)
+        y = mlp(torch.randn(2, 1000, 64))
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
 
-    _activations = _SILU
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        num_shards: int | None = None,
+        memory_budget: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> TiledSwiGLUMLP:
+        """As :meth:`SwiGLUMLP.from_config`."""
+        given = options_of(cls.__name__, config, SILU)
+        return cls(**given, num_shards=num_shards, memory_budget=memory_budget, device=device, dtype=dtype)
 
 
-class TiledGEGLUMLP(_TiledMLP):
-    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, a shard of tokens at a time, by :func:`liger.tiled_mlp`.
+class TiledGEGLUMLP(TiledMLP):
+    """:class:`GEGLUMLP`, a shard of tokens at a time, by :func:`liger.tiled_mlp`.
 
     Args:
-        config: as of :class:`TiledSwiGLUMLP`, with ``hidden_activation`` or, without it, ``hidden_act``, which selects
-            the exact GELU (``"gelu"``) or its tanh approximation (``"gelu_pytorch_tanh"``, ``"gelu_new"``).
-        num_shards, memory_budget, device, dtype: as in :class:`TiledSwiGLUMLP`.
+        hidden_size, intermediate_size, bias, approximate, device, dtype: as in :class:`GEGLUMLP`.
+        num_shards, memory_budget: as in :class:`TiledSwiGLUMLP`.
 
     Shape:
         x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :class:`TiledSwiGLUMLP`.
+        TypeError, RuntimeError: as :class:`TiledSwiGLUMLP`.
+        ValueError: as :class:`TiledSwiGLUMLP`, and an unknown approximation.
+
+    Example::
+
+        mlp = liger.nn.TiledGEGLUMLP(64, 192, approximate="tanh")
+        y = mlp(torch.randn(2, 1000, 64))
 
     Source: as :class:`TiledSwiGLUMLP`.
     """
 
-    _activations = _GELU
+    @arguments(**_OPTIONS)
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        approximate: Approximate = "none",
+        num_shards: int | None = None,
+        memory_budget: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias, num_shards, memory_budget, device, dtype)
+        self.activation = GELU_NAMES[approximate]
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        num_shards: int | None = None,
+        memory_budget: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> TiledGEGLUMLP:
+        """As :meth:`GEGLUMLP.from_config`."""
+        given = options_of(cls.__name__, config, GELU)
+        return cls(**given, num_shards=num_shards, memory_budget=memory_budget, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from .._core.arguments import CE_OPTIONS, FLAG, arguments, check_ignore_index
+from .._core.arguments import CE_OPTIONS, FLAG, arguments, check_denominator, check_ignore_index
 from .._core.autograd import (
     differentiable,
     differentiable_once,
@@ -194,6 +194,7 @@ def _inplace_applies(logits):
 
 def _run(logits, target, options, metrics, inplace, shards=None):
     check_ignore_index("cross_entropy", "target", target, options.ignore_index)
+    check_denominator("cross_entropy", options.denominator, options.reduction)
     if shards is not None or is_dtensor(logits):
         found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics, shards)
         if found is not None:
@@ -297,8 +298,9 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range, a weight
-            or denominator that requires grad. With ``inplace``: logits that are a leaf and require grad.
+        ValueError: options out of range, a denominator with ``"none"``.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a weight or denominator that
+            requires grad. With ``inplace``: logits that are a leaf and require grad.
 
     Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row; label
     smoothing as in Szegedy et al., arXiv 1512.00567.

@@ -13,12 +13,13 @@ from .._core.arguments import (
     FLAG,
     FRACTION,
     HEAD,
-    TEXT,
     arguments,
     check_device,
     check_divisor,
     check_floating,
     check_ignore_index,
+    choice,
+    described,
     wrong_shape,
 )
 from .._core.autograd import (
@@ -188,7 +189,7 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
         op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
     )
     if reduction not in REDUCTIONS:
-        raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
+        raise ValueError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     if token_weight is not None:
         check_floating(op, "token_weight", token_weight)
         check_device(op, "token_weight", token_weight, "the rows", rows)
@@ -199,7 +200,7 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
         if reduction == "none":
-            raise RuntimeError(
+            raise ValueError(
                 f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
             )
         check_divisor(op, "denominator", denominator)
@@ -240,6 +241,11 @@ def _run(
         # Autograd returns the gradient in the dtype of the student.
         rows, teacher = (t.to(torch.promote_types(rows.dtype, teacher.dtype)) for t in (rows, teacher))
     weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
+    if log_probs and temperature != 1.0:
+        raise ValueError(
+            f"{op}: temperature is {described(temperature)} with log_probs, expected 1: log-probabilities are logits "
+            "too, so pass them without log_probs"
+        )
     torch.ops.liger.check_divergence(
         op, rows, teacher, target, weight, divergence, beta, temperature, log_probs
     )
@@ -297,7 +303,7 @@ DIVERGENCE_OPTIONS = {
     "beta": FRACTION,
     "denominator": DIVISOR,
     "log_probs": FLAG,
-    "reduction": TEXT,
+    "reduction": choice(DivergenceReduction),
     "reverse": FLAG,
 }
 
@@ -343,8 +349,8 @@ def kl_div(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a temperature with ``log_probs``, a
-            teacher, weight or denominator that requires grad.
+        ValueError: options out of range, a temperature with ``log_probs``, a denominator with ``"none"``.
+        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires grad.
 
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv 2306.08543.
     """
@@ -378,7 +384,7 @@ def jsd(
         As :func:`liger.kl_div`.
 
     Raises:
-        TypeError, RuntimeError: as :func:`liger.kl_div`.
+        TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
@@ -410,7 +416,7 @@ def tvd(
         As :func:`liger.kl_div`. The derivative for a class with equal probabilities is taken as 0.
 
     Raises:
-        TypeError, RuntimeError: as :func:`liger.kl_div`.
+        TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
     """

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments, check_ignore_index
+from .._core.arguments import (
+    CE_OPTIONS,
+    FLAG,
+    LORA,
+    arguments,
+    check_accum_dtype,
+    check_denominator,
+    check_ignore_index,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
@@ -204,6 +212,7 @@ def _run(
     lora=None, shards=None,
 ):  # fmt: skip
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
+    check_denominator("fused_linear_ce", options.denominator, options.reduction)
     if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
         found = in_shards["fused_linear_ce"](
             "fused_linear_ce",
@@ -223,6 +232,7 @@ def _run(
     if parameter is not None:
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype("fused_linear_ce", "input", input, accum_dtype)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "fused_linear_ce", "input", input, target, token_weight
@@ -356,9 +366,10 @@ def fused_linear_ce(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
-            target out of range, a class weight, token weight or denominator that requires grad.
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a class weight, token weight or
+            denominator that requires grad.
+        ValueError: options out of range, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that is not a positive
+            number of bytes.
 
     It takes no ``temperature``, as ``torch.nn.functional.cross_entropy`` does not, and no ``logits_dtype``: a mean over
     tokens averages the roundings of logits out. :func:`fused_linear_logprobs` takes both.

@@ -10,6 +10,7 @@ import torch
 from .._core.arguments import (
     LayerNames,
     arguments,
+    check_accum_dtype,
     check_device,
     check_floating,
     check_layer,
@@ -105,6 +106,7 @@ def _run(
         *operands, *(() if teacher_weight is None else (teacher,))
     )
     teacher = states[0] if states else teacher
+    check_accum_dtype(op, "input", input, accum_dtype)
     frozen = {teacher_name: teacher, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
     refuse_gradients(op, **frozen)
     batch = input.shape[0] if input.dim() > 1 else 1
@@ -234,9 +236,10 @@ def fused_linear_kl_div(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, options out of range, a tensor of the teacher,
-            a token_weight or a denominator that requires grad.
-        ValueError: no teacher, or two; a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, a tensor of the teacher, a token_weight or a
+            denominator that requires grad.
+        ValueError: options out of range, no teacher or two, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that
+            is not a positive number of bytes.
 
     Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
 

@@ -295,9 +295,10 @@ def fused_linear_logprobs(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range; of shards,
-            as docs/vocab_parallel.md#errors says.
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes; options that exclude each other.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range; of shards, as
+            docs/vocab_parallel.md#errors says.
+        ValueError: options out of range or that exclude each other, a LIGER_MEMORY_BUDGET that is not a positive number
+            of bytes.
 
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
 

@@ -111,7 +111,7 @@ _logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward
 
 
 def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
-    """Raises RuntimeError for factors that do not fit, and for options that a low-rank term does not have.
+    """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not have.
 
     Args:
         op: the public function.
@@ -124,7 +124,7 @@ def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
     for name, (value, expected) in refused.items():
         if value not in expected:
             choice = " or ".join(map(str, expected))
-            raise RuntimeError(f"{op}: {name} is {value}, expected {choice} with lora_a and lora_b")
+            raise ValueError(f"{op}: {name} is {value}, expected {choice} with lora_a and lora_b")
     if weight.dim() == 2 and input.dim() > 0:
         check_factors(op, names, input, weight, lora_a, lora_b)
 

@@ -97,8 +97,8 @@ def geglu(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, an unknown approximation. With ``inplace``: gate or up is
-            a leaf that requires grad.
+        ValueError: an unknown approximation.
+        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad.
 
     Sources: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian Error
     Linear Units", arXiv 1606.08415.
@@ -124,8 +124,8 @@ def geglu_packed(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: an odd last dimension, a dtype that is not floating or an unknown approximation, and with
-            ``inplace`` as in :func:`geglu`.
+        ValueError: an unknown approximation.
+        RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`geglu`.
 
     Sources: as :func:`geglu`.
     """

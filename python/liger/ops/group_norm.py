@@ -93,8 +93,8 @@ def group_norm(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, channels that num_groups does not divide, or eps out of
-            range.
+        ValueError: num_groups does not divide the channels, or eps is out of range.
+        RuntimeError: mismatched shapes, dtypes or devices.
 
     Source: Wu and He, "Group Normalization", arXiv 1803.08494.
     """

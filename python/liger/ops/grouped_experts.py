@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import increment_version
 
-from .._core.arguments import FLAG, POSITIVE, TEXT, arguments
+from .._core.arguments import FLAG, POSITIVE, arguments, choice
 from .._core.autocast import autocast_operands
 from .._core.autograd import (
     at_positions,
@@ -242,8 +242,9 @@ _forward_op = differentiable(torch.ops.liger.grouped_experts_forward.default, _s
 
 
 @arguments(
-    activation=TEXT, is_transposed=FLAG, is_interleaved=FLAG, alpha=POSITIVE, limit=POSITIVE, recompute=FLAG
-)
+    activation=choice(ExpertActivation), is_transposed=FLAG, is_interleaved=FLAG, alpha=POSITIVE, limit=POSITIVE,
+    recompute=FLAG,
+)  # fmt: skip
 def grouped_experts(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -290,8 +291,8 @@ def grouped_experts(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, an option out of range; on a CPU a
-            negative index, which on a GPU gives NaN.
+        ValueError: an unknown activation, an option out of range.
+        RuntimeError: mismatched shapes, dtypes or devices; on a CPU a negative index, which on a GPU gives NaN.
 
     Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", arXiv 2211.15841; for
     ``"gpt_oss"``: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925.

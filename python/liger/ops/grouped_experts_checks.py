@@ -9,10 +9,11 @@ from .._core.arguments import (
     check_floating,
     check_like,
     check_shape,
+    choice,
     wrong_dtype,
     wrong_shape,
 )
-from .grouped_experts_torch import ACTIVATIONS
+from .._core.types import ExpertActivation
 
 OP = "grouped_experts"
 
@@ -70,8 +71,6 @@ def check_experts(
         parameters["down_proj_bias"] = down_proj_bias
     for name, tensor in parameters.items():
         check_like(OP, name, tensor, "x", x)
-    if gate.activation not in ACTIVATIONS:
-        names = ", ".join(f"'{name}'" for name in ACTIVATIONS)
-        raise RuntimeError(f"{OP}: activation is '{gate.activation}', expected one of {names}")
+    check(OP, "activation", gate.activation, choice(ExpertActivation))
     for name, value in (("alpha", gate.alpha), ("limit", gate.limit)):
         check(OP, name, value, POSITIVE, optional=name == "limit")

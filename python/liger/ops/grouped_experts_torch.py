@@ -18,7 +18,6 @@ from .swiglu import swiglu, swiglu_packed
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
 _TRITON_SUM = "liger.triton_kernels.expert_sum"
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "gpt_oss")
 
 
 class Routing:
@@ -116,7 +115,7 @@ class Gate(NamedTuple):
     """The activation of gate and up, which are the columns of one tensor (rows, 2I).
 
     Attributes:
-        activation: one of :data:`ACTIVATIONS`.
+        activation: an :data:`ExpertActivation`.
         is_interleaved: gate in even columns and up in odd ones; else gate in the first half.
         alpha: of ``"gpt_oss"``.
         limit: gate is clamped from above and up on both sides; None: neither.

@@ -76,7 +76,8 @@ def layer_norm(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, or eps out of range.
+        ValueError: eps out of range.
+        RuntimeError: mismatched shapes, dtypes or devices.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """

@@ -211,9 +211,8 @@ def qk_norm_rope(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: unsqueeze_dim is neither 1 nor 2.
-        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, an unknown casting mode, or
-            cos or sin requires grad.
+        ValueError: unsqueeze_dim is neither 1 nor 2, eps or offset is out of range, an unknown casting mode.
+        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467; Su et al., "RoFormer", arXiv
     2104.09864.

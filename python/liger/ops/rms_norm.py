@@ -158,7 +158,8 @@ def rms_norm(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, or an unknown casting mode.
+        ValueError: eps or offset out of range, or an unknown casting mode.
+        RuntimeError: mismatched shapes, dtypes or devices.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -188,7 +189,8 @@ def fused_add_rms_norm(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, or an unknown casting mode.
+        ValueError: eps or offset out of range, or an unknown casting mode.
+        RuntimeError: mismatched shapes, dtypes or devices.
 
     Source: as :func:`rms_norm`.
     """

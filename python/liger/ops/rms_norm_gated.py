@@ -163,8 +163,9 @@ def rms_norm_gated(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, a group_size that does not
-            divide H, an unknown casting mode or activation.
+        ValueError: eps or offset out of range, a group_size that does not divide H, an unknown casting mode or
+            activation.
+        RuntimeError: mismatched shapes, dtypes or devices.
 
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060; Yang et al., "Gated Delta Networks", arXiv
     2412.06464.

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch.autograd.graph import increment_version
 
-from .._core.arguments import BYTES, INTEGER, TEXT, arguments
+from .._core.arguments import BYTES, INTEGER, arguments, choice
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from .._core.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
 from .._core.fakes import register_fake
 from .._core.matmul import write_linear
 from .._core.memory_budget import check_budget_variable
@@ -287,10 +287,19 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
 _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, _backward)
 
 
+def _check_shards(x, gate_weight, num_shards):
+    """Raises ValueError for a number of shards out of range. The op refuses it, too, and an x of another size."""
+    tokens = x.shape[:-1].numel()
+    if x.shape[-1:] == gate_weight.shape[-1:] and not 1 <= num_shards <= max(tokens, 1):
+        raise ValueError(
+            f"tiled_mlp: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {tokens}"
+        )
+
+
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-@arguments(optional=("up_weight",), activation=TEXT, num_shards=INTEGER, memory_budget=BYTES)
+@arguments(optional=("up_weight",), activation=choice(Activation), num_shards=INTEGER, memory_budget=BYTES)
 def tiled_mlp(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
@@ -333,13 +342,15 @@ def tiled_mlp(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, a number of shards below 1 or above
-            the number of tokens, a budget that is not positive.
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        RuntimeError: mismatched shapes, dtypes or devices.
+        ValueError: an unknown activation, a number of shards below 1 or above the number of tokens, a budget that is
+            not positive, a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
     check_budget_variable(memory_budget)
+    if num_shards is not None and not is_traced(x):
+        _check_shards(x, gate_weight, num_shards)
     tensors = autocast_operands(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     keep = any(wants_grad(*tensors))
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]

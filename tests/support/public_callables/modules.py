@@ -1,7 +1,6 @@
 """Modules of liger.nn."""
 
 import threading
-from dataclasses import dataclass
 
 import torch
 
@@ -39,13 +38,6 @@ def _module(build, inputs, parameters):
     return call, make
 
 
-@dataclass
-class _Config:
-    hidden_size: int = HIDDEN
-    intermediate_size: int = 24
-    hidden_act: str = "silu"
-
-
 def _nn(name, build, inputs, parameters, differentiable, **more):
     call, make = _module(build, inputs, parameters)
     names = " ".join([differentiable, *(p.replace(".", "_") for p in parameters.split())])
@@ -57,12 +49,15 @@ _PROJECTIONS = "gate_proj.weight up_proj.weight down_proj.weight"
 _nn("RMSNorm", lambda **kw: nn.RMSNorm(HIDDEN, **kw), _x, "weight", "x")
 _nn("RMSNormGated", lambda **kw: nn.RMSNormGated(HIDDEN, **kw), tensors(x=X, gate=X), "weight", "x gate")
 _nn("LayerNorm", lambda **kw: nn.LayerNorm(HIDDEN, **kw), _x, "weight bias", "x")
+_nn("GroupNorm", lambda **kw: nn.GroupNorm(4, HIDDEN, **kw), tensors(x=(3, HIDDEN, 5)), "weight bias", "x")
+add("nn.Softmax", lambda x: nn.Softmax()(x), _x, "x")
+add("nn.ReLUSquared", lambda x: nn.ReLUSquared()(x), _x, "x")
 _nn("SwiGLUMLP", lambda **kw: nn.SwiGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
 _nn("GEGLUMLP", lambda **kw: nn.GEGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
-_nn("TiledSwiGLUMLP", lambda **kw: nn.TiledSwiGLUMLP(_Config(), num_shards=2, **kw), _x, _PROJECTIONS, "x")
+_nn("TiledSwiGLUMLP", lambda **kw: nn.TiledSwiGLUMLP(HIDDEN, 24, num_shards=2, **kw), _x, _PROJECTIONS, "x")
 _nn(
     "TiledGEGLUMLP",
-    lambda **kw: nn.TiledGEGLUMLP(_Config(hidden_act="gelu_pytorch_tanh"), num_shards=2, **kw),
+    lambda **kw: nn.TiledGEGLUMLP(HIDDEN, 24, num_shards=2, **kw),
     _x,
     _PROJECTIONS,
     "x",
