@@ -185,7 +185,7 @@ def test_bad_input():
     names = "names among entropy, argmax, log_sum_sq_probs, mean_logits"
     with pytest.raises(TypeError, match=f"fused_linear_logprobs: metrics is 1, expected {names}"):
         liger.fused_linear_logprobs(hidden, weight, targets, metrics=1)
-    with pytest.raises(RuntimeError, match=rf"metrics is \('entropy', 'z_loss'\), expected {names}"):
+    with pytest.raises(ValueError, match=rf"metrics is \('entropy', 'z_loss'\), expected {names}"):
         liger.fused_linear_logprobs(hidden, weight, targets, metrics=("entropy", "z_loss"))
 
 

@@ -109,6 +109,7 @@ def fused_linear_logprobs(
     check_logits_dtype(op, names.input, input, logits_dtype)
     if logits_dtype is None:
         input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype(op, names.input, input, accum_dtype)
     rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
     layer = layer_to_check(op, weight, bias)
     check_layer(op, names, rows, *layer, flat, float32_weight=logits_dtype is not None)

@@ -20,6 +20,7 @@ from .._core.arguments import (
     SHARDS,
     LayerNames,
     arguments,
+    check_accum_dtype,
     check_given_classes,
     check_ignore_index,
     check_layer,
@@ -170,6 +171,7 @@ def logprobs_of_layer(
         weight = weight.detach()
     if logits_dtype is None:
         input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype(op, names.input, input, accum_dtype)
     input, target, _ = align_tokens(op, input, target, None, (names.input, names.target))
     rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
     check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
