@@ -4,9 +4,10 @@ The options come from the signatures and from tests/support/public_callables. A 
 each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails until it has an entry.
 """
 
+import collections.abc
 import inspect
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from public_callables import CASES, arguments
@@ -20,7 +21,7 @@ FIRST = {case.public: name for name, case in reversed(CASES.items())}
 # Not options: what a callable computes, and where its parameters are.
 ARGUMENTS = {"device", "dtype", "config", "function", "arguments", "keywords", "parameters"}
 # Options with an effect beyond the results.
-EFFECTS = {"accumulate_grad_weight", "inplace", "observe"}
+EFFECTS = {"accumulate_grad_weight", "inplace"}
 # What constructors need, by the names of their arguments.
 SIZES = {
     "normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": 24, "num_experts": 4, "vocab_size": VOCAB,
@@ -81,7 +82,7 @@ def _normal(*shape):
 
 
 def _hidden_of(given):
-    return next(given[name] for name in ("_input", "student_input", "input", "hidden") if name in given)
+    return next(given[name] for name in ("input", "hidden") if name in given)
 
 
 def _lora(given):
@@ -128,7 +129,7 @@ def _transposed(given):
     }
 
 
-_TARGETS = ("target", "targets", "true_labels", "selected_token_ids")
+_TARGETS = ("target", "targets")
 _LISTED = "in WITH"  # The value is among what the option takes along.
 _DIVISORS = [3.5, torch.tensor(2.5)]
 # Values by the name of the option; a function makes one from the other arguments.
@@ -149,16 +150,13 @@ VALUES = {
     "limit": [1.0],
     "delta": [1.5],
     "recompute": [True],
-    "metrics": [liger.CrossEntropyOutput._fields[1:]],
     "denominator": _DIVISORS,
-    "num_items_in_batch": _DIVISORS,
-    "num_nll_tokens": _DIVISORS,
+    "nll_denominator": _DIVISORS,
     "kl": [0.3, torch.tensor(0.2)],
-    "observe": [lambda given: _Observer()],
     "ce_weight": [lambda given: 0.5 + torch.rand(VOCAB)],
     "weight": [lambda given: 0.5 + torch.rand(VOCAB)],
     "token_weight": [_like("target")],
-    "vllm_is_ratio": [_like("selected_token_ids")],
+    "vllm_is_ratio": [_like("target")],
     "mask": [_mask],
     "nll_mask": [_mask],
     "nll_target": [lambda given: given["target"].clamp_min(0)],
@@ -188,19 +186,15 @@ WITH = {
 }
 
 
-class _Observer(list):
-    """An ``observe`` callback."""
-
-    def __call__(self, statistics):
-        self.append([t.clone() for t in statistics])
-
-
 def _values(name, parameter, hint):
     default = parameter.default
     if isinstance(default, bool):
         return [not default]
     if name in VALUES:
         return VALUES[name]
+    if typing.get_origin(hint) is collections.abc.Sequence:
+        # All names together.
+        return [typing.get_args(typing.get_args(hint)[0])]
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
     if choices:
         return [choice for choice in choices if choice != default]
@@ -250,7 +244,7 @@ class _OfModule(torch.nn.Module):
 
 
 def _is_parameter(name, tensor):
-    parts = name.removeprefix("_").split("_")
+    parts = name.split("_")
     layer = parts[-1] in ("weight", "bias", "proj") or name in ("lora_a", "lora_b")
     return layer and tensor.requires_grad and name != "token_weight"
 
@@ -262,12 +256,10 @@ class Problem:
     Attributes:
         module: a module with the parameters.
         inputs: its tensors, of which those with a gradient require grad.
-        observed: what an ``observe`` callback got, one entry per call; empty without one.
     """
 
     module: torch.nn.Module
     inputs: tuple
-    observed: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -311,7 +303,7 @@ def settings():
 def _is_decided(cls, option, value):
     """Whether a class refuses an option of its base, since it sets it itself."""
     try:
-        _constructed(cls, {option: value({}) if option == "observe" else value})
+        _constructed(cls, {option: value})
     except TypeError as error:
         return f"multiple values for keyword argument '{option}'" in str(error)
     return False
@@ -359,7 +351,7 @@ def problem(setting):
     else:
         module = _OfModule(_constructed(found, options), given)
     inputs = tuple(given[name] for name in module.names)
-    return Problem(module, inputs, options.get("observe", []))
+    return Problem(module, inputs)
 
 
 # Tensors that an option adds, and that get a gradient.

@@ -1,8 +1,9 @@
 """Post-training losses over a linear head whose logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
-from .base import FusedLinearLoss, TokenStatistics
+from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics
 from .distillation import (
     DistillationLoss,
+    DistillationMetrics,
     FusedLinearCosineSimilarityLoss,
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
@@ -21,6 +22,7 @@ from .unpaired import FusedLinearKTOLoss, KTOMetrics
 
 __all__ = [
     "DistillationLoss",
+    "DistillationMetrics",
     "FusedLinearCPOLoss",
     "FusedLinearCosineSimilarityLoss",
     "FusedLinearDPOLoss",
@@ -34,8 +36,10 @@ __all__ = [
     "FusedLinearSimPOLoss",
     "FusedLinearTopKLoss",
     "KTOMetrics",
+    "LossOptions",
+    "LossResult",
     "PolicyMetrics",
     "PreferenceLoss",
     "PreferenceMetrics",
-    "TokenStatistics",
+    "TokenMetrics",
 ]
