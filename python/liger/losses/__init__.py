@@ -4,12 +4,13 @@ from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics
 from .distillation import (
     DistillationLoss,
     DistillationMetrics,
+    DistillationOptions,
     FusedLinearCosineSimilarityLoss,
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
     FusedLinearTopKLoss,
 )
-from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics
+from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics, PolicyOptions
 from .preference import (
     FusedLinearCPOLoss,
     FusedLinearDPOLoss,
@@ -23,6 +24,7 @@ from .unpaired import FusedLinearKTOLoss, KTOMetrics
 __all__ = [
     "DistillationLoss",
     "DistillationMetrics",
+    "DistillationOptions",
     "FusedLinearCPOLoss",
     "FusedLinearCosineSimilarityLoss",
     "FusedLinearDPOLoss",
@@ -39,6 +41,7 @@ __all__ = [
     "LossOptions",
     "LossResult",
     "PolicyMetrics",
+    "PolicyOptions",
     "PreferenceLoss",
     "PreferenceMetrics",
     "TokenMetrics",
