@@ -100,36 +100,65 @@ def _distance(t):
 
 # --- the losses -----------------------------------------------------------------------------------------------------
 
-_REFERENCE = ("ref_x", "ref_weight")
+
+def _reference(t):
+    return {"ref_input": t["ref_x"], "ref_weight": t["ref_weight"]}
 
 
-def _call_pairs(module, t, reference=()):
-    return module(t["weight"], t["x"], t["target"], None, *(t[name] for name in reference))[0]
+def _call_pairs(module, t):
+    return module(t["x"], t["weight"], t["target"])[0]
+
+
+def _call_dpo(module, t):
+    return module(t["x"], t["weight"], t["target"], **_reference(t))[0]
 
 
 def _call_kto(module, t):
-    return module(t["x"], t["weight"], t["target"], None, t["labels"], t["ref_x"], t["ref_weight"])[0]
+    return module(t["x"], t["weight"], t["target"], preference_labels=t["labels"], **_reference(t))[0]
 
 
 def _call_grpo(module, t):
     # The cost of the mask is part of the work.
     mask = torch.ones_like(t["target"])
-    return module(t["x"], t["weight"], t["target"], mask, t["advantages"], None, t["ref"], t["old"])[0]
-
-
-def _call_dpo(module, t):
-    return _call_pairs(module, t, _REFERENCE)
+    logps = {"ref_per_token_logps": t["ref"], "old_per_token_logps": t["old"]}
+    return module(t["x"], t["weight"], t["target"], advantages=t["advantages"], mask=mask, **logps)[0]
 
 
 def _call_jsd(module, t):
     x, teacher = (t[name].flatten(0, 1) for name in ("x", "ref_x"))
-    return module(x, t["weight"], teacher, t["ref_weight"], t["target"].flatten())
+    of_teacher = {"teacher_input": teacher, "teacher_weight": t["ref_weight"]}
+    return module(x, t["weight"], t["target"].flatten(), **of_teacher)[0]
 
 
 def _call_divergence(op, t):
     return op(t["x"], t["weight"], teacher_input=t["ref_x"], teacher_weight=t["ref_weight"])
 
 
+# --- the losses of liger-kernel, in its order of the arguments ------------------------------------------------------
+
+
+def _peer_pairs(module, t):
+    return module(t["weight"], t["x"], t["target"])[0]
+
+
+def _peer_dpo(module, t):
+    return module(t["weight"], t["x"], t["target"], **_reference(t))[0]
+
+
+def _peer_grpo(module, t):
+    mask = torch.ones_like(t["target"])
+    return module(t["x"], t["weight"], t["target"], mask, t["advantages"], None, t["ref"], t["old"])[0]
+
+
+def _peer_jsd(module, t):
+    x, teacher = (t[name].flatten(0, 1) for name in ("x", "ref_x"))
+    return module(x, t["weight"], teacher, t["ref_weight"], t["target"].flatten())
+
+
+_PEERS = {
+    "dpo": _peer_dpo, "orpo": _peer_pairs, "simpo": _peer_pairs, "kto": _call_kto, "grpo": _peer_grpo,
+    "jsd": _peer_jsd,
+}  # fmt: skip
 _CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}
 # name: (plain torch, name of the class or op, its options, function that calls it, number of GEMMs)
 LOSSES = {
@@ -156,7 +185,8 @@ def _candidates(options, name):
     with_reference = {"use_ref_model": True} if name == "kto" else {}
 
     def peers(t):
-        return call(peer("liger_kernel.chunked_loss", f"Liger{cls}")(**settings, **with_reference), t)
+        module = peer("liger_kernel.chunked_loss", f"Liger{cls}")(**settings, **with_reference)
+        return _PEERS[name](module, t)
 
     return selected(
         options,

@@ -135,7 +135,7 @@ def test_hard_targets(sm90, plans):
 
     def run():
         x, weight = (t.detach().requires_grad_() for t in values[:2])
-        loss = module(x, weight, values[2], values[3], target)
+        loss, _ = module(x, weight, target, teacher_input=values[2], teacher_weight=values[3])
         return loss.detach(), torch.autograd.grad(loss, (x, weight))
 
     loss, grads = run()
@@ -240,9 +240,9 @@ def test_losses_that_the_epilogues_do_not_know(sm90, plans, budget):
     def run(name, wide=False):
         leaves = [(t.double() if wide else t).detach().requires_grad_() for t in (x, weight, bias)]
         if name == "grpo":
-            loss = losses[name](leaves[0], leaves[1], target, None, advantages, bias=leaves[2])[0]
+            loss = losses[name](*leaves[:2], target, leaves[2], advantages=advantages)[0]
         else:
-            loss = losses[name](leaves[1], leaves[0], target, leaves[2])[0]
+            loss = losses[name](*leaves[:2], target, leaves[2])[0]
         return torch.autograd.grad(loss, leaves)
 
     for name in losses:

@@ -89,11 +89,11 @@ class Sequences:
             return {"ref_logps": self.per_token(-4.0, -0.1)}
         return {"ref_logps": self.numbers.uniform(self.count, low=-9.0, high=-0.1, dtype=torch.float32)}
 
-    def tensors(self, **names):
-        """What a comparison is given: the projection by the names that the loss has for its parts."""
-        made = {names["hidden"]: self.hidden, names["weight"]: self.weight}
+    def tensors(self):
+        """What a comparison is given: the layer, by the names of the arguments."""
+        made = {"input": self.hidden, "weight": self.weight}
         if self.bias is not None:
-            made[names.get("bias", "bias")] = self.bias
+            made["bias"] = self.bias
         return made
 
 

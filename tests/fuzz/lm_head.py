@@ -19,5 +19,5 @@ def budget(draw, vocab, dtype):
 
 
 def items(draw):
-    """num_items_in_batch: None, a number or a tensor."""
+    """``denominator``: None, a number or a tensor."""
     return maybe(draw, 3, 2.5, torch.tensor(4), torch.tensor([7.0]))

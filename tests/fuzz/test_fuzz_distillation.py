@@ -46,16 +46,14 @@ def test_distillation(device, data):
     ignore_index, count = one_of(draw, -100, 0), items(draw)
     options = {
         "weight_hard_loss": hard, "weight_soft_loss": soft, "ignore_index": ignore_index, "temperature": temperature,
-        "memory_budget": budget(draw, vocab, numbers.dtype), "return_soft_hard_loss": draw(st.booleans()),
+        "memory_budget": budget(draw, vocab, numbers.dtype),
     }  # fmt: skip
     given = {
-        "student_input": numbers.normal(*front, width),
-        "student_weight": numbers.normal(
-            vocab, width, scale=one_of(draw, 0.5, 2.0) * width**-0.5, alike=False
-        ),
+        "input": numbers.normal(*front, width),
+        "weight": numbers.normal(vocab, width, scale=one_of(draw, 0.5, 2.0) * width**-0.5, alike=False),
     }
     if draw(st.booleans()):
-        given["student_bias"] = numbers.normal(vocab)
+        given["bias"] = numbers.normal(vocab)
     names = list(given)
     labels = numbers.classes(vocab, *front, ignored=(ignore_index,)) if hard or draw(st.booleans()) else None
     mask = numbers.flags(*front) if draw(st.booleans()) else None
@@ -76,7 +74,7 @@ def test_distillation(device, data):
             if draw(st.booleans()):
                 given["teacher_bias"] = numbers.normal(vocab)
         else:
-            given["teacher_input"] = numbers.normal(*front, vocab, scale=2.0)
+            given["teacher_logits"] = numbers.normal(*front, vocab, scale=2.0)
         cls, more = {
             "jsd": (losses.FusedLinearJSDLoss, {"beta": beta}),
             "cosine": (losses.FusedLinearCosineSimilarityLoss, {"beta": beta}),
@@ -87,21 +85,19 @@ def test_distillation(device, data):
     more = {} if indices is None else {"teacher_indices": indices}
 
     def ours(**given):
-        result = module(**given, **more, true_labels=labels, mask=mask, num_items_in_batch=count)
-        if not options["return_soft_hard_loss"]:
-            return {"loss": result}
-        found = zip(("loss", "soft", "hard"), result, strict=True)
-        return {n: v for n, v in found if n == "loss" or {"soft": soft, "hard": hard}[n]}
+        loss, metrics = module(**given, **more, target=labels, mask=mask, denominator=count)
+        found = {"loss": loss, "soft": metrics.soft_loss, "hard": metrics.hard_loss}
+        return {n: v for n, v in found.items() if v is not None}
 
-    def formula(student_input, student_weight, student_bias=None, teacher_logprobs=None, teacher_input=None,
+    def formula(input, weight, bias=None, teacher_logprobs=None, teacher_logits=None, teacher_input=None,
                 teacher_weight=None, teacher_bias=None):  # fmt: skip
-        student = formulas.up(F.linear(student_input, student_weight, student_bias))[live]
+        student = formulas.up(F.linear(input, weight, bias))[live]
         if teacher_logprobs is not None:
             teacher = teacher_logprobs.to(student.dtype)
         elif teacher_weight is not None:
             teacher = formulas.up(F.linear(teacher_input, teacher_weight, teacher_bias))
         else:
-            teacher = formulas.up(teacher_input)
+            teacher = formulas.up(teacher_logits)
         if kind == "cosine" and numbers.dtype == torch.float16 and live.any():
             # Below that the scaled gradient of the logits overflows: docs/losses.md.
             assume(student.detach().norm(dim=-1).min() > 2**-7)

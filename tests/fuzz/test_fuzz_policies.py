@@ -58,20 +58,20 @@ def test_policies(device, data):
         extra = batch.reference(sums=False)
         if "ref_logps" in extra:
             extra = {"ref_per_token_logps": extra["ref_logps"]}
-    given = {**batch.tensors(hidden="_input", weight="lin_weight"), **extra}
+    given = {**batch.tensors(), **extra}
 
     def ours(**given):
         loss, metrics = module(
-            selected_token_ids=batch.target, attention_mask=batch.mask, advantages=advantages,
-            old_per_token_logps=old, vllm_is_ratio=sampler, num_items_in_batch=count, **given, **batch.where,
+            target=batch.target, mask=batch.mask, advantages=advantages, old_per_token_logps=old,
+            vllm_is_ratio=sampler, denominator=count, **given, **batch.where,
         )  # fmt: skip
-        found = {"kl": metrics.kl, "entropy": metrics.entropy}
+        found = {"kl": metrics.kl, "mean_entropy": metrics.mean_entropy}
         return {"loss": loss, **{n: v for n, v in found.items() if v is not None}}
 
-    def formula(_input, lin_weight, bias=None, ref_per_token_logps=None, **reference):
+    def formula(input, weight, bias=None, ref_per_token_logps=None, **reference):
         if ref_per_token_logps is not None:
             reference = {"ref_logps": ref_per_token_logps}
-        scores = Scores(batch, head, _input, lin_weight, bias, reference)
+        scores = Scores(batch, head, input, weight, bias, reference)
         terms, sizes, kls, entropies = [], [], [], []
         for sequence, rows in enumerate(batch.rows):
             if not rows:
@@ -120,10 +120,10 @@ def test_policies(device, data):
         if coefficient:
             entropy = total_of(entropies, scores) / tokens
             results["loss"] = results["loss"] - coefficient * entropy
-            results["entropy"] = entropy.detach()
+            results["mean_entropy"] = entropy.detach()
         if beta:
             results["kl"] = sum(kls, start=scores.tokens.new_zeros(())) / tokens
         return results
 
-    names = [n for n in ("_input", "lin_weight", "bias") if n in given]
+    names = [n for n in ("input", "weight", "bias") if n in given]
     compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))

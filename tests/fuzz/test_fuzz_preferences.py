@@ -25,14 +25,14 @@ def preference(draw, device, cls, options, pair_loss, average=False, nll=False, 
     head, count, alpha = batch.head(), items(draw), options.get("alpha", 1.0)
     module = cls(**options, **head)
     extra = batch.reference(sums=True) if reference else {}
-    given = {**batch.tensors(hidden="_input", weight="lin_weight"), **extra}
+    given = {**batch.tensors(), **extra}
 
     def ours(**given):
-        rest = {"mask": batch.mask, "num_items_in_batch": count, **batch.where}
+        rest = {"mask": batch.mask, "denominator": count, **batch.where}
         return preference_metrics(module(target=batch.target, **given, **rest))
 
-    def formula(_input, lin_weight, bias=None, **reference):
-        scores = Scores(batch, head, _input, lin_weight, bias, reference, average)
+    def formula(input, weight, bias=None, **reference):
+        scores = Scores(batch, head, input, weight, bias, reference, average)
         ratios = scores.ratios()
         terms = [
             pair_loss(ratios[i], ratios[i + pairs], scores.sequences[i], scores.sequences[i + pairs])
@@ -55,7 +55,7 @@ def preference(draw, device, cls, options, pair_loss, average=False, nll=False, 
             "rejected_rewards": stacked(rewards[pairs:], scores.tokens),
         }
 
-    names = [n for n in ("_input", "lin_weight", "bias") if n in given]
+    names = [n for n in ("input", "weight", "bias") if n in given]
     compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))
 
 
@@ -137,16 +137,16 @@ def test_kto(device, data):
     kl = maybe(draw, 0.3, torch.tensor([0.6]))
     used_kl = float(kl) if kl is not None and kind == "kto" else 0.0
     extra = batch.reference(sums=True) if reference else {}
-    given = {**batch.tensors(hidden="_input", weight="lin_weight"), **extra}
+    given = {**batch.tensors(), **extra}
 
     def ours(**given):
-        rest = {"mask": batch.mask, "num_items_in_batch": count, **batch.where}
+        rest = {"mask": batch.mask, "denominator": count, **batch.where}
         labels_given = labels.to(one_of(draw, torch.bool)) if labels.dtype == torch.bool else labels
         loss, metrics = module(target=batch.target, preference_labels=labels_given, kl=kl, **given, **rest)
-        return {"loss": loss, **metrics._asdict()}
+        return preference_metrics((loss, metrics))
 
-    def formula(_input, lin_weight, bias=None, **reference):
-        scores = Scores(batch, head, _input, lin_weight, bias, reference, average)
+    def formula(input, weight, bias=None, **reference):
+        scores = Scores(batch, head, input, weight, bias, reference, average)
         terms, kinds = [], {True: [], False: []}
         for ratio, score, good, rows in zip(
             scores.ratios(), scores.sequences, labels.tolist(), batch.rows, strict=True
@@ -167,5 +167,5 @@ def test_kto(device, data):
             "rejected_rewards_sum": sums(False, 1),
         }
 
-    names = [n for n in ("_input", "lin_weight", "bias") if n in given]
+    names = [n for n in ("input", "weight", "bias") if n in given]
     compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))

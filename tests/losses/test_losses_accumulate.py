@@ -61,7 +61,7 @@ def test_two_terms_over_one_weight(device):
     summed, expected = parameter(weight), leaf(weight)
     for accumulate, w in ((True, summed), (False, expected)):
         module = losses.FusedLinearORPOLoss(accumulate_grad_weight=accumulate)
-        module(w, leaf(hidden), target, bias, nll_target=nll_target)[0].backward()
+        module(leaf(hidden), w, target, bias, nll_target=nll_target)[0].backward()
     torch.testing.assert_close(summed.main_grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -98,6 +98,6 @@ def test_bad_input():
     module = losses.FusedLinearSimPOLoss(accumulate_grad_weight=True)
     with pytest.raises(
         RuntimeError,
-        match=r"FusedLinearSimPOLoss: accumulate_grad_weight with lin_weight, the result of MulBackward0",
+        match=r"FusedLinearSimPOLoss: accumulate_grad_weight with weight, the result of MulBackward0",
     ):
         call(module, hidden, leaf(weight) * 1.0, target, bias)

@@ -15,7 +15,9 @@ from distillation_cases import (
     call,
     logits_of,
     make,
+    parts,
     plain,
+    results,
     teacher_arguments,
     with_gradients,
 )
@@ -92,20 +94,20 @@ def test_logits_are_computed_once(name, weights, dtype, budget, products):
 @pytest.mark.parametrize("name", DISTANCES)
 def test_layouts_and_masks(device, name):
     """Packed is padded without its shape; a mask is labels that are ignored, and what is there is never looked at."""
-    tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1], return_soft_hard_loss=True)
-    expected = call(name, module, tensors)
+    tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
+    expected = parts(name, module, tensors)
     live, per_token = tensors["labels"] != -100, ("x", "teacher_x", "labels")
     for shape in ((-1,), (1, -1)):
         packed = {k: t[live].unflatten(0, shape) if k in per_token else t for k, t in tensors.items()}
-        torch.testing.assert_close(call(name, module, packed), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parts(name, module, packed), expected, rtol=1e-5, atol=1e-6)
     garbage = dict(tensors)
     for key in ("x", "teacher_x"):
         garbage[key] = tensors[key].masked_fill(~live.unsqueeze(-1), torch.nan)
     garbage["labels"] = tensors["labels"].masked_fill(~live, 3)
     garbage["x"] = leaf(garbage["x"])
-    results = call(name, module, garbage, mask=live.long())
-    torch.testing.assert_close([r.detach() for r in results], list(expected), rtol=1e-5, atol=1e-6)
-    results[0].backward()
+    found = parts(name, module, garbage, mask=live.long())
+    torch.testing.assert_close([r.detach() for r in found], expected, rtol=1e-5, atol=1e-6)
+    found[0].backward()
     assert not garbage["x"].grad[~live].any() and garbage["x"].grad[live].all(-1).any()
     # Without labels the mask alone says what counts.
     soft = DISTANCES[name][0](**DISTANCES[name][1], weight_hard_loss=0, weight_soft_loss=1)
@@ -115,25 +117,80 @@ def test_layouts_and_masks(device, name):
 
 def test_parts_of_the_loss(device):
     tensors = make(device)
-    module = losses.FusedLinearJSDLoss(
-        beta=0.3, weight_hard_loss=0.7, weight_soft_loss=0.2, return_soft_hard_loss=True
-    )
-    loss, soft, hard = call("jsd", module, tensors | {"x": leaf(tensors["x"])})
+    module = losses.FusedLinearJSDLoss(beta=0.3, weight_hard_loss=0.7, weight_soft_loss=0.2)
+    loss, soft, hard = parts("jsd", module, tensors | {"x": leaf(tensors["x"])})
     assert loss.requires_grad and not soft.requires_grad and not hard.requires_grad
     torch.testing.assert_close(soft, plain("jsd", tensors, 0, 1))
     torch.testing.assert_close(hard, plain("jsd", tensors, 1, 0))
     torch.testing.assert_close(loss.detach(), 0.2 * soft + 0.7 * hard)
+    for factors, missing in (((0.7, 0.0), 1), ((0.0, 0.2), 2)):
+        module = losses.FusedLinearJSDLoss(weight_hard_loss=factors[0], weight_soft_loss=factors[1])
+        assert [part is None for part in parts("jsd", module, tensors)] == [i == missing for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "requested", [("logprobs",), ("entropy",), ("argmax", "entropy", "logprobs")], ids=str
+)
+@pytest.mark.parametrize("name", ["jsd", "top k"])
+def test_metrics_of_tokens(device, name, requested):
+    """Of the student, at temperature 1, in the shape of the target."""
+    tensors = make(device)
+    module = DISTANCES[name][0](temperature=2.0, metrics=requested)
+    layer = [tensors[key] for key in ("x", "weight", "labels", "bias")]
+    expected = liger.fused_linear_logprobs(*layer, metrics=("entropy", "argmax"))
+    _, metrics = results(name, module, tensors | {"x": leaf(tensors["x"])})
+    for metric in losses.TokenMetrics._fields:
+        value = getattr(metrics, metric)
+        if metric in requested:
+            assert not value.requires_grad
+            torch.testing.assert_close(value, getattr(expected, metric))
+        else:
+            assert value is None
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: results(name, module, t), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tensors), results(name, module, tensors))
+    program = torch.export.export(_Module(name, module), (tensors["x"], tensors)).module()
+    torch.testing.assert_close(program(tensors["x"], tensors), results(name, module, tensors))
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, name, module):
+        super().__init__()
+        self.name, self.module = name, module
+
+    def forward(self, x, tensors):
+        return results(self.name, self.module, tensors | {"x": x})
+
+
+def test_metrics_without_a_target(device):
+    """The mask alone says which tokens count; without one all do. There is no log-probability of the target."""
+    tensors, mask = make(device), None
+    options = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
+    module = losses.FusedLinearKLDivLoss(metrics=("entropy", "argmax"), **options)
+    layer = [tensors[key] for key in ("x", "weight", "labels", "bias")]
+    layer[2] = layer[2].clamp_min(0)
+    expected = liger.fused_linear_logprobs(*layer, metrics=("entropy", "argmax"))
+    for mask in (None, tensors["labels"] != -100):
+        _, metrics = results("kl", module, tensors | {"labels": None}, mask=mask)
+        valid = torch.ones_like(expected.argmax, dtype=torch.bool) if mask is None else mask
+        torch.testing.assert_close(metrics.entropy, expected.entropy.where(valid, 0.0))
+        assert torch.equal(metrics.argmax, expected.argmax.where(valid, -1))
+    module = losses.FusedLinearKLDivLoss(metrics=("logprobs",), **options)
+    with pytest.raises(
+        ValueError, match="FusedLinearKLDivLoss: no target, expected one for the metric 'logprobs'"
+    ):
+        call("kl", module, tensors | {"labels": None})
 
 
 @pytest.mark.parametrize("name", DISTANCES)
-def test_number_of_items(device, name):
+def test_denominator(device, name):
     """Micro-batches add up to the batch."""
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
     whole = with_gradients(lambda t: call(name, module, t), tensors)
     count, total, per_token = (tensors["labels"] != -100).sum(), None, ("x", "teacher_x", "labels")
     for i, items in enumerate((count, int(count), count.reshape(1))):
         part = {k: t[i : i + 1] if k in per_token else t for k, t in tensors.items()}
-        found = with_gradients(lambda t, n=items: call(name, module, t, num_items_in_batch=n), part)
+        found = with_gradients(lambda t, n=items: call(name, module, t, denominator=n), part)
         found = [f for f, what in zip(found, ("loss", *TENSORS), strict=True) if what != "x"]
         total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
     torch.testing.assert_close(total, [whole[0], *whole[2:]], rtol=1e-4, atol=1e-6)
@@ -194,14 +251,14 @@ def test_autocast(device, name):
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
     low = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
     # Log-probabilities of a teacher are no operand of a product.
-    of_teacher = teacher_arguments(name, low)[0] if name.startswith("top k") else None
+    of_teacher = teacher_arguments(name, low) if name.startswith("top k") else None
     expected = call(name, module, low)
     x = leaf(tensors["x"])
     with torch.autocast(device.type, dtype):
         if of_teacher is None:
             loss = call(name, module, tensors | {"x": x})
         else:
-            loss = module(x, tensors["weight"], *of_teacher, tensors["labels"], tensors["bias"])
+            loss, _ = module(x, tensors["weight"], tensors["labels"], tensors["bias"], **of_teacher)
     torch.testing.assert_close(loss.detach(), expected)
     loss.backward()
     assert loss.dtype == torch.float32 and x.grad.dtype == torch.float32 and x.grad.any()
@@ -228,7 +285,7 @@ def test_as_the_trainer_of_trl(device, beta, temperature):
         expected = GKDTrainer.generalized_jsd_loss(
             student, teacher, tensors["labels"], beta, temperature, num_items_in_batch=items
         )
-        loss = call("jsd", module, tensors, num_items_in_batch=items)
+        loss = call("jsd", module, tensors, denominator=items)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -238,21 +295,22 @@ def test_ignored_tokens_may_hold_anything(device, name, budget):
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1], memory_budget=budget)
     expected = with_gradients(lambda t: call(name, module, t), tensors)
     ignored = (tensors["labels"] == -100).unsqueeze(-1)
-    of_teacher, bias = teacher_arguments(name, tensors, 1.0)
+    of_teacher = teacher_arguments(name, tensors, 1.0)
     if name.startswith("top k"):
-        of_teacher = [of_teacher[0], of_teacher[1].masked_fill(ignored, VOCAB + 9)]
+        of_teacher["teacher_indices"] = of_teacher["teacher_indices"].masked_fill(ignored, VOCAB + 9)
     spoilt = tensors | {"x": tensors["x"].masked_fill(ignored, torch.nan)}
-    of_teacher[0] = of_teacher[0].masked_fill(ignored, torch.nan)
+    of_tokens = "teacher_logprobs" if name.startswith("top k") else "teacher_input"
+    of_teacher[of_tokens] = of_teacher[of_tokens].masked_fill(ignored, torch.nan)
 
     def spoilt_call(t):
-        return module(t["x"], t["weight"], *of_teacher, t["labels"], t["bias"], *bias)
+        return module(t["x"], t["weight"], t["labels"], t["bias"], **of_teacher)[0]
 
     found = with_gradients(spoilt_call, spoilt)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     if not name.startswith("top k"):
         logits = logits_of(tensors)[1].masked_fill(ignored, torch.nan)
         by_logits = with_gradients(
-            lambda t: module(t["x"], t["weight"], logits, None, t["labels"], t["bias"]), spoilt
+            lambda t: module(t["x"], t["weight"], t["labels"], t["bias"], teacher_logits=logits)[0], spoilt
         )
         torch.testing.assert_close(by_logits, expected, rtol=1e-5, atol=1e-6)
 

@@ -9,6 +9,7 @@ from distillation_cases import (
     VOCAB,
     call,
     make,
+    parts,
     teacher_arguments,
 )
 from losses_cases import leaf
@@ -22,17 +23,17 @@ from liger import losses
 def test_label_that_is_no_class(device, name, temperature, wrong):
     """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with liger.cross_entropy."""
     tensors = make(device)
-    module = DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature, return_soft_hard_loss=True)
+    module = DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature)
     tensors["labels"][0, 1] = wrong
     tensors["x"] = leaf(tensors["x"])
     if device.type == "cpu":
         with pytest.raises(
             RuntimeError,
-            match=f"FusedLinear.*Loss: true_labels at row 1 is {wrong}, expected 0 <= true_labels < {VOCAB}",
+            match=f"FusedLinear.*Loss: target at row 1 is {wrong}, expected 0 <= target < {VOCAB}",
         ):
             call(name, module, tensors)
     else:
-        loss, soft, hard = call(name, module, tensors)
+        loss, soft, hard = parts(name, module, tensors)
         (grad,) = torch.autograd.grad(loss, tensors["x"])
         nan = grad.isnan().any(-1)
         assert loss.isnan() and hard.isnan() and soft.isfinite()
@@ -46,12 +47,13 @@ def test_label_that_is_no_class(device, name, temperature, wrong):
 @pytest.mark.parametrize("name", ["top k", "top k renormalised"])
 def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
-    (log_p, indices), _ = teacher_arguments(name, tensors)
+    of_teacher = teacher_arguments(name, tensors)
+    log_p, indices = of_teacher["teacher_logprobs"], of_teacher["teacher_indices"]
     indices[0, 1, 2] = wrong
     x = leaf(tensors["x"])
 
-    def run():
-        return module(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"])
+    def run(labels=tensors["labels"]):
+        return module(x, tensors["weight"], labels, tensors["bias"], **of_teacher)[0]
 
     if device.type == "cpu":
         message = (
@@ -66,7 +68,7 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
     # At an ignored token, and where the log-probability is -inf, the index means nothing.
     ignored = tensors["labels"].clone()
     ignored[0, 1] = -100
-    assert module(x, tensors["weight"], log_p, indices, ignored, tensors["bias"]).isfinite()
+    assert run(ignored).isfinite()
     log_p[0, 1, 2] = -torch.inf
     assert run().isfinite()
 
@@ -96,26 +98,41 @@ def test_bad_input(device):
 
     short = {"teacher_weight": tensors["teacher_weight"][:50], "teacher_bias": None}
     refuses(RuntimeError, "FusedLinearJSDLoss: teacher_weight has 50 classes, expected 57", short)
-    logits = {"teacher_x": torch.zeros(SEQUENCES, LENGTH, 60, device=device), "teacher_weight": None}
-    refuses(RuntimeError, "teacher_input, without teacher_weight, has 60 classes, expected 57", logits)
-    refuses(ValueError, "FusedLinearJSDLoss: no true_labels", {"labels": None})
-    refuses(RuntimeError, r"true_labels has shape \(18,\)", {"labels": tensors["labels"].flatten()})
+    logits, none = (
+        torch.zeros(SEQUENCES, LENGTH, 60, device=device),
+        dict.fromkeys(("teacher_x", "teacher_weight", "teacher_bias")),
+    )
+    refuses(RuntimeError, "teacher_logits has 60 classes, expected 57", none, teacher_logits=logits)
+    refuses(
+        ValueError,
+        "FusedLinearJSDLoss: no teacher was given, expected teacher_input and teacher_weight",
+        none,
+    )
+    refuses(ValueError, "teacher_input and teacher_logits were given, expected one", teacher_logits=logits)
+    bias_alone = none | {"teacher_bias": tensors["teacher_bias"]}
+    refuses(ValueError, "teacher_bias and teacher_logits were given", bias_alone, teacher_logits=logits)
+    no_weight = {"teacher_weight": None, "teacher_bias": None}
+    refuses(ValueError, "teacher_input was given, expected teacher_input and teacher_weight, or", no_weight)
+    refuses(ValueError, "FusedLinearJSDLoss: no target, expected one for the cross entropy", {"labels": None})
+    refuses(RuntimeError, r"target has shape \(18,\)", {"labels": tensors["labels"].flatten()})
     refuses(RuntimeError, r"mask has shape \(3,\)", mask=tensors["labels"][:, 0])
     refuses(RuntimeError, r"teacher_input has shape \(3, 5, 40\)", {"teacher_x": tensors["teacher_x"][:, 1:]})
-    refuses(RuntimeError, r"student_input has shape \(24,\)", {"x": tensors["x"][0, 0]})
-    refuses(RuntimeError, "num_items_in_batch has shape", num_items_in_batch=tensors["labels"])
+    refuses(RuntimeError, r"input has shape \(24,\)", {"x": tensors["x"][0, 0]})
+    refuses(RuntimeError, "denominator has shape", denominator=tensors["labels"])
     refuses(RuntimeError, "teacher_input requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
-    refuses(RuntimeError, "student_weight has dtype float64", {"weight": tensors["weight"].double()})
-    refuses(RuntimeError, "true_labels has dtype float32", {"labels": tensors["labels"].float()})
+    refuses(
+        RuntimeError, "FusedLinearJSDLoss: weight has dtype float64", {"weight": tensors["weight"].double()}
+    )
+    refuses(RuntimeError, "target has dtype float32", {"labels": tensors["labels"].float()})
     refuses(
         RuntimeError,
         r"teacher_weight has shape \(57, 39\), expected .* of teacher_input, 40",
         {"teacher_weight": tensors["teacher_weight"][:, 1:]},
     )
 
-    (log_p, indices), _ = teacher_arguments("top k", tensors)
+    log_p, indices = teacher_arguments("top k", tensors).values()
     module = losses.FusedLinearTopKLoss()
-    for match, *arguments in (
+    for match, logprobs, classes in (
         (r"teacher_indices has shape \(3, 5, 5\)", log_p, indices[:, 1:]),
         (r"teacher_indices has shape \(3, 6, 4\)", log_p, indices[..., 1:]),
         ("teacher_indices has dtype float32", log_p, indices.float()),
@@ -124,7 +141,8 @@ def test_bad_input(device):
         ("teacher_logprobs requires grad", leaf(log_p), indices),
     ):
         with pytest.raises(RuntimeError, match=match):
-            module(tensors["x"], tensors["weight"], *arguments, tensors["labels"])
+            given = {"teacher_logprobs": logprobs, "teacher_indices": classes}
+            module(tensors["x"], tensors["weight"], tensors["labels"], **given)
 
 
 def test_bad_arguments_of_the_op(device):

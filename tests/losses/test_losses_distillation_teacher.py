@@ -26,7 +26,7 @@ def test_logits_of_a_teacher(device, budget):
     expected = call("jsd", module, tensors)
     x, labels = tensors["x"], tensors["labels"]
     logits = logits_of(tensors)[1]
-    loss = module(x, tensors["weight"], logits, None, labels, tensors["bias"])
+    loss, _ = module(x, tensors["weight"], labels, tensors["bias"], teacher_logits=logits)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -35,14 +35,18 @@ def test_logits_of_a_teacher(device, budget):
 def test_teachers_of_some_classes(device, rest, temperature):
     """Rows are filled up with -inf of any class; none may be there, or all; a tail may be without mass."""
     tensors = make(device)
-    module = losses.FusedLinearTopKLoss(rest=rest, temperature=temperature, return_soft_hard_loss=True)
+    module = losses.FusedLinearTopKLoss(rest=rest, temperature=temperature)
     name = "top k" if rest == "tail" else "top k renormalised"
-    log_p, indices = teacher_arguments(name, tensors, temperature)[0]
+    log_p, indices = teacher_arguments(name, tensors, temperature).values()
 
-    def run(log_p, indices, mask=None):
+    def call_with(module, x, w, labels, log_p, indices, **how):
+        of_teacher = {"teacher_logprobs": log_p, "teacher_indices": indices}
+        return module(x, w, labels, tensors["bias"], **of_teacher, **how)
+
+    def run(log_p, indices):
         x, w = leaf(tensors["x"]), leaf(tensors["weight"])
-        loss, *parts = module(x, w, log_p, indices, tensors["labels"], tensors["bias"], mask=mask)
-        return [loss.detach(), *parts, *torch.autograd.grad(loss, (x, w))]
+        loss, metrics = call_with(module, x, w, tensors["labels"], log_p, indices)
+        return [loss.detach(), metrics.soft_loss, metrics.hard_loss, *torch.autograd.grad(loss, (x, w))]
 
     expected = run(log_p, indices)
     fill = torch.full_like(log_p[..., :2], -torch.inf)
@@ -59,14 +63,12 @@ def test_teachers_of_some_classes(device, rest, temperature):
     torch.testing.assert_close(hard, expected[2])
     labels = tensors["labels"].clone()
     labels[0, 1] = -100
-    others = module(
-        tensors["x"], tensors["weight"], log_p, indices, labels, tensors["bias"],
-        num_items_in_batch=(tensors["labels"] != -100).sum(),
-    )  # fmt: skip
-    torch.testing.assert_close(soft, others[1], rtol=1e-5, atol=1e-6)
+    layer, count = (tensors["x"], tensors["weight"]), (tensors["labels"] != -100).sum()
+    _, others = call_with(module, *layer, labels, log_p, indices, denominator=count)
+    torch.testing.assert_close(soft, others.soft_loss, rtol=1e-5, atol=1e-6)
     ce = losses.FusedLinearTopKLoss(weight_soft_loss=0)
     x = leaf(tensors["x"])
-    ce(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"]).backward()
+    call_with(ce, x, tensors["weight"], tensors["labels"], log_p, indices)[0].backward()
     torch.testing.assert_close(grad[0, 1], x.grad[0, 1], rtol=1e-4, atol=1e-6)
 
     # All classes: no tail, whose mass is at most rounding.
@@ -100,7 +102,8 @@ def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature
     before, results = row.clone(), []
     for teacher in teachers:
         given = tensors | {"x": leaf(tensors["x"])}
-        loss = module(given["x"], given["weight"], teacher, None, given["labels"], given["bias"])
+        layer = [given[name] for name in ("x", "weight", "labels", "bias")]
+        loss, _ = module(*layer, teacher_logits=teacher)
         results.append([loss.detach(), *torch.autograd.grad(loss, given["x"])])
         assert torch.equal(teacher, before.expand_as(teacher))
     # Rows that lie differently are added up in another order.

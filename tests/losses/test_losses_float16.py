@@ -41,13 +41,13 @@ def gradients(kind, x, weight, target, dtype, **how):
     x, weight = leaf(x, dtype), leaf(weight, dtype)
     if cls is losses.FusedLinearGRPOLoss:
         advantages = torch.linspace(-1, 1, SEQUENCES, device=x.device, dtype=dtype)
-        loss, _ = module(x, weight, target, None, advantages)
+        loss, _ = module(x, weight, target, advantages=advantages)
     elif cls is losses.FusedLinearKTOLoss:
         labels = torch.arange(SEQUENCES, device=x.device) % 2
         reference = torch.full(target.shape, -math.log(VOCAB), device=x.device, dtype=dtype)
         loss, _ = module(x, weight, target, preference_labels=labels, ref_logps=reference)
     else:
-        loss, _ = module(weight, x, target)
+        loss, _ = module(x, weight, target)
     (loss * LOSS_SCALE).backward()
     return loss.detach(), (x.grad, weight.grad)
 
@@ -92,8 +92,7 @@ def test_a_sum_has_no_factor(batch):
     x, weight, target = batch
     x = leaf(x)
     module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="luspo")
-    loss, _ = module(
-        x, weight, target, None, torch.full((SEQUENCES,), 6e4, device=x.device), num_items_in_batch=1.0
-    )
+    advantages = torch.full((SEQUENCES,), 6e4, device=x.device)
+    loss, _ = module(x, weight, target, advantages=advantages, denominator=1.0)
     loss.backward()
     assert x.grad.isfinite().all() and x.grad.abs().max() > 100

@@ -13,6 +13,7 @@ from test_losses_sm90 import (
     make,
     make_pairs,
     module_of,
+    observing,
     plans,  # noqa: F401  a fixture
     relative,
     run,
@@ -53,11 +54,11 @@ def test_against_float64(sm90, plans, name, temperature, ignored, budget):  # no
 @pytest.mark.parametrize("name", ["dpo", "token"])
 def test_observed_tokens(sm90, plans, name, budget):  # noqa: F811
     hidden, weight, target = make(dtype=FLOAT16)
-    seen = []
     options = {"temperature": 0.7, "memory_budget": BUDGETS[budget]}
-    ours = run(module_of(name, observe=seen.append, **options), hidden, weight, target)
+    module = observing(name, **options)
+    ours = run(module, hidden, weight, target)
     assert plans[0] is not None
-    ((_, entropy, argmax),) = seen
+    entropy, argmax = module.seen.entropy, module.seen.argmax
     assert_observed(hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), 0.7)
     assert_gradients(ours[1:], run_in_float64(module_of(name, **options), hidden, weight, target)[1:])
 
@@ -72,7 +73,7 @@ def test_targets_below_the_largest_logit(sm90, plans, spread):  # noqa: F811
     advantages = torch.linspace(-1, 2, len(target), device="cuda")
 
     def policy_gradient(module, hidden, weight, target):
-        return module(hidden, weight, target, None, advantages)[0]
+        return module(hidden, weight, target, advantages=advantages)[0]
 
     module = losses.FusedLinearGRPOLoss(beta=0.0, memory_budget=BUDGETS["chunks"], temperature=0.7)
     ours, exact = (f(module, hidden, weight, target, policy_gradient) for f in (run, run_in_float64))

@@ -36,13 +36,14 @@ def test_kto(kind):
     reference = make("cpu", dtype=torch.float64)[:2]
     module = losses.FusedLinearKTOLoss(beta=0.1, loss_type=kind, desirable_weight=1.3, undesirable_weight=0.7)
     kl = 0.3 if kind == "kto" else 0.0
-    loss = module(hidden, weight, target, bias, labels, *reference, kl=kl)[0]
+    given = {"preference_labels": labels, "ref_input": reference[0], "ref_weight": reference[1]}
+    loss = module(hidden, weight, target, bias, kl=kl, **given)[0]
     assert_exact(loss, plain.kto(hidden, weight, target, labels, reference, 0.1, kl, bias, (1.3, 0.7)))
 
 
 def test_orpo():
     hidden, weight, target, bias = wide()
-    loss = losses.FusedLinearORPOLoss(beta=0.1)(weight, hidden, target, bias)[0]
+    loss = losses.FusedLinearORPOLoss(beta=0.1)(hidden, weight, target, bias)[0]
     pair = lambda c, r, *_: plain.orpo_pair(c, r, 0.1)  # noqa: E731
     assert_exact(loss, plain.pairs(pair, hidden, weight, target, bias, None, True, 1.0))
 
@@ -54,7 +55,8 @@ def test_grpo(kind, entropy_coef):
     advantages = torch.randn(target.shape, dtype=torch.float64)
     old, ref = -3 + torch.rand(2, *target.shape, dtype=torch.float64)
     module = losses.FusedLinearGRPOLoss(loss_type=kind, beta=0.1, entropy_coef=entropy_coef)
-    loss = module(hidden, weight, target, None, advantages, bias, ref, old)[0]
+    logps = {"ref_per_token_logps": ref, "old_per_token_logps": old}
+    loss = module(hidden, weight, target, bias, advantages=advantages, **logps)[0]
     assert_exact(
         loss,
         plain.policy(

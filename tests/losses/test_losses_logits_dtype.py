@@ -64,13 +64,13 @@ def test_ratio_of_the_sampled_policy_is_one(device, dtypes):
     sampled = liger.fused_linear_logprobs(
         hidden, weight, target, bias, logits_dtype=torch.float32, memory_budget=3 * VOCAB * 4
     )
-    seen = []
     module = losses.FusedLinearGRPOLoss(
-        beta=0.0, logits_dtype=torch.float32, observe=seen.append, memory_budget=2 * LENGTH * VOCAB * 6
+        beta=0.0, logits_dtype=torch.float32, memory_budget=2 * LENGTH * VOCAB * 6
     )
     advantages = torch.ones(target.shape[0], device=target.device)
-    module(hidden, leaf(weight), target, None, advantages, bias, old_per_token_logps=sampled)
-    ratio = (seen[0].logprobs - sampled).exp()
+    given = {"advantages": advantages, "old_per_token_logps": sampled}
+    _, metrics = module(hidden, leaf(weight), target, bias, **given)
+    ratio = (metrics.logprobs - sampled).exp()
     assert (ratio - 1).abs().max() < 1e-5
 
 
@@ -80,11 +80,11 @@ def test_reference_with_a_head_of_its_own(device):
     hidden, weight, target, bias = layer(device, dtypes)
     batch_args = {"ref_input": hidden, "ref_weight": weight.half(), "ref_bias": bias.half()}
     module = losses.FusedLinearDPOLoss(logits_dtype=torch.float32)
-    loss = module(weight, hidden, target, bias, **batch_args)[0]
+    loss = module(hidden, weight, target, bias, **batch_args)[0]
     exact = losses.FusedLinearDPOLoss()
     with liger.use_backend("torch"):
         expected = exact(
-            weight.cpu().double(), hidden.cpu().double(), target.cpu(), bias.cpu().double(),
+            hidden.cpu().double(), weight.cpu().double(), target.cpu(), bias.cpu().double(),
             **{n: t.cpu().double() for n, t in batch_args.items()},
         )[0]  # fmt: skip
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
@@ -123,9 +123,9 @@ def test_bad_input():
         losses.FusedLinearDPOLoss(logits_dtype="float32")
     hidden, weight, target, bias = layer("cpu", (torch.float64,) * 2)
     module = copy.deepcopy(losses.FusedLinearSimPOLoss(logits_dtype=torch.float32))
-    with pytest.raises(RuntimeError, match="_input has dtype float64, expected float16, bfloat16 or float32"):
+    with pytest.raises(RuntimeError, match="input has dtype float64, expected float16, bfloat16 or float32"):
         call(module, hidden, weight, target, bias)
     with pytest.raises(
-        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of _input, float16"
+        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of input, float16"
     ):
         call(module, hidden.half(), weight.bfloat16(), target, bias.half())

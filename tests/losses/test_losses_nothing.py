@@ -39,14 +39,14 @@ def test_nothing_is_a_loss_of_zero(device, name, layout):
     where = {} if ends is None else {"cu_seqlens": torch.tensor(ends, device=device), "max_length": 5}
     sequences = shape[0] if ends is None else len(ends) - 1
     if name in PAIRS:
-        loss, metrics = PAIRS[name]()(weight, x, target, **where)
+        loss, metrics = PAIRS[name]()(x, weight, target, **where)
     elif name in POLICIES:
         advantages = torch.ones(sequences, device=device)
-        loss, metrics = POLICIES[name]()(x, weight, target, None, advantages, **where)
+        loss, metrics = POLICIES[name]()(x, weight, target, advantages=advantages, **where)
     else:
         module = losses.FusedLinearKTOLoss(loss_type=name, use_ref_model=False)
         labels = torch.ones(sequences, device=device, dtype=torch.bool)
-        loss, metrics = module(x, weight, target, None, labels, **where)
+        loss, metrics = module(x, weight, target, preference_labels=labels, **where)
         ref_logps = torch.zeros(sequences, device=device)
         assert module.estimate_kl(x, weight, target, ref_logps=ref_logps, **where) == 0
     assert loss == 0 and all(torch.isfinite(m).all() for m in metrics if m is not None)

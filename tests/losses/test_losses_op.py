@@ -31,13 +31,14 @@ def call(module, x, w, target, bias, level=0.0, **how):
     tokens = level - 0.1 * (target.clamp_min(0) % 5).float()
     if isinstance(module, losses.FusedLinearGRPOLoss):
         advantages = torch.arange(target.shape[0], device=target.device) * 0.4 - 1
-        return module(x, w, target, None, advantages, bias, tokens, tokens - 0.1, **how)[0]
+        logps = {"ref_per_token_logps": tokens, "old_per_token_logps": tokens - 0.1}
+        return module(x, w, target, bias, advantages=advantages, **logps, **how)[0]
     if isinstance(module, losses.FusedLinearKTOLoss):
         labels = torch.arange(target.shape[0], device=target.device) % 2
-        return module(x, w, target, bias, labels, ref_logps=tokens, **how)[0]
+        return module(x, w, target, bias, preference_labels=labels, ref_logps=tokens, **how)[0]
     if module.use_ref_model:
         how["ref_logps"] = tokens
-    return module(w, x, target, bias, **how)[0]
+    return module(x, w, target, bias, **how)[0]
 
 
 @pytest.fixture
@@ -160,29 +161,114 @@ def test_opcheck(device):
         )
 
 
+OF_TOKENS = {
+    "dpo": (losses.FusedLinearDPOLoss, {}),
+    "kto": (losses.FusedLinearKTOLoss, {}),
+    "grpo": (losses.FusedLinearGRPOLoss, {}),
+    "grpo with entropy": (losses.FusedLinearGRPOLoss, {"entropy_coef": 0.1}),
+}
+REQUESTED = [("logprobs",), ["entropy"], ("argmax", "entropy", "logprobs")]
+
+
+def with_tokens(module, x, w, target, bias):
+    """(loss, logprobs, entropy, argmax)"""
+    tokens = -1.0 - 0.1 * (target.clamp_min(0) % 5).float()
+    if isinstance(module, losses.FusedLinearGRPOLoss):
+        given = {
+            "advantages": torch.ones(target.shape[0], device=target.device),
+            "ref_per_token_logps": tokens,
+        }
+    else:
+        given = {"ref_logps": tokens}
+    if isinstance(module, losses.FusedLinearKTOLoss):
+        given["preference_labels"] = torch.arange(target.shape[0], device=target.device) % 2
+    loss, metrics = module(x, w, target, bias, **given)
+    assert metrics._fields[-3:] == losses.TokenMetrics._fields
+    return loss, *metrics[-3:]
+
+
+def assert_requested(found, requested, layer, always=()):
+    """What is asked for is there, in the shape of the target and without gradient, and nothing else."""
+    expected = liger.fused_linear_logprobs(*layer, metrics=("entropy", "argmax"))
+    for name, value in zip(losses.TokenMetrics._fields, found, strict=True):
+        if name not in (*requested, *always):
+            assert value is None
+            continue
+        assert not value.requires_grad
+        torch.testing.assert_close(value, getattr(expected, name))
+
+
+@pytest.mark.parametrize("requested", REQUESTED, ids=str)
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", ["dpo", "grpo with entropy"])
-def test_observed_tokens(device, name, budget):
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_metrics_of_tokens(device, name, budget, requested):
     hidden, weight, target, bias = make(device)
-    seen = []
-    make_loss = {
-        "dpo": lambda **options: losses.FusedLinearDPOLoss(use_ref_model=False, **options),
-        "grpo with entropy": lambda **options: losses.FusedLinearGRPOLoss(
-            beta=0.0, entropy_coef=0.1, **options
-        ),
-    }[name]
+    make_loss, options = OF_TOKENS[name]
     results = []
-    for options in ({}, {"observe": seen.append}):
-        module = make_loss(memory_budget=BUDGETS[budget], **options)
+    for metrics in ((), requested):
+        module = make_loss(memory_budget=BUDGETS[budget], metrics=metrics, **options)
         leaves = [leaf(hidden), leaf(weight)]
-        loss = call(module, *leaves, target, bias)
+        loss, *found = with_tokens(module, *leaves, target, bias)
         results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        always = ("logprobs",) if name.startswith("grpo") else ()
+        assert_requested(found, metrics, (hidden, weight, target, bias), always)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    expected = liger.fused_linear_logprobs(hidden, weight, target, bias, metrics=("entropy", "argmax"))
-    ((logprobs, entropy, argmax),) = seen
-    torch.testing.assert_close(logprobs, expected.logprobs)
-    torch.testing.assert_close(entropy, expected.entropy)
-    assert torch.equal(argmax, expected.argmax) and not (logprobs.requires_grad or entropy.requires_grad)
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_metrics_of_tokens_of_a_packed_batch(device, name):
+    hidden, weight, target, bias = make(device)
+    ends = torch.tensor([0, 7, 11, 20, 36], device=device)
+    x, y = hidden.flatten(0, 1), target.flatten()
+    make_loss, options = OF_TOKENS[name]
+    module = make_loss(metrics=losses.TokenMetrics._fields, **options)
+    logps = torch.zeros(y.shape, device=device)
+    if isinstance(module, losses.FusedLinearGRPOLoss):
+        given = {"advantages": torch.ones(4, device=device), "ref_per_token_logps": logps}
+    else:
+        given = {"ref_logps": logps}
+    if isinstance(module, losses.FusedLinearKTOLoss):
+        given["preference_labels"] = torch.ones(4, device=device)
+    _, metrics = module(x, weight, y, bias, cu_seqlens=ends, max_length=16, **given)
+    assert_requested(metrics[-3:], losses.TokenMetrics._fields, (x, weight, y, bias))
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_metrics_of_tokens_of_a_program(device, name):
+    """Of torch.compile, of torch.export, and of torch.jit.trace, which takes tensors alone."""
+    hidden, weight, target, bias = make(device)
+    make_loss, options = OF_TOKENS[name]
+    module = make_loss(metrics=losses.TokenMetrics._fields, **options)
+
+    class Program(torch.nn.Module):
+        def forward(self, x, w):
+            return with_tokens(module, x, w, target, bias)
+
+    inputs = leaf(hidden), leaf(weight)
+    expected = Program()(*inputs)
+    torch._dynamo.reset()
+    programs = (
+        torch.compile(Program(), fullgraph=True, backend="aot_eager"),
+        torch.export.export(Program(), inputs).module(),
+        torch.jit.trace(Program(), inputs, check_trace=False),
+    )
+    for program in programs:
+        found = program(*inputs)
+        torch.testing.assert_close(found, expected)
+        gradients = (torch.autograd.grad(loss, inputs, retain_graph=True) for loss in (found[0], expected[0]))
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("make_loss", [losses.FusedLinearORPOLoss, losses.FusedLinearJSDLoss])
+def test_unknown_metric(make_loss):
+    name = make_loss.__name__
+    with pytest.raises(
+        ValueError,
+        match=rf"{name}: metrics is \('entropy', 'perplexity'\), expected names among logprobs, entropy, argmax",
+    ):
+        make_loss(metrics=("entropy", "perplexity"))
+    with pytest.raises(TypeError, match=f"{name}: metrics is 'entropy', expected names"):
+        make_loss(metrics="entropy")
 
 
 def test_the_second_backward_is_the_first(device):
@@ -235,9 +321,9 @@ class OwnBatch(losses.FusedLinearLoss):
         scores = (logprobs * mask).sum(-1)
         return (scores - scores.mean()).square()
 
-    def forward(self, hidden, weight, target, bias=None):
-        batch = self.batch(hidden, target)
-        return self.run(batch, weight, bias, given={"mask": batch.valid})[0]
+    def forward(self, input, weight, target, bias=None):
+        batch = self.batch(input, target)
+        return self.run(batch, weight, bias, given={"mask": batch.valid}).loss
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -245,7 +331,7 @@ def test_losses_of_ones_own(device, budget):
     hidden, weight, target, bias = make(device)
     mine = OwnPairs(beta=0.1, memory_budget=BUDGETS[budget])
     same = losses.FusedLinearDPOLoss(beta=0.1, use_ref_model=False)
-    a, b = (m(weight, hidden, target.abs() % VOCAB, bias)[0] for m in (mine, same))
+    a, b = (m(hidden, weight, target.abs() % VOCAB, bias)[0] for m in (mine, same))
     torch.testing.assert_close(a, b)
     leaves = [leaf(hidden), leaf(weight)]
     loss = OwnBatch(memory_budget=BUDGETS[budget])(*leaves, target, bias)
@@ -278,15 +364,17 @@ def test_the_losses_of_the_docs(device):
             exec(block, made)
     hidden, weight, target, _ = make(device)
     target[-1, 0] = 1
-    loss = made["MarginLoss"](beta=0.5)(weight, hidden, target)[0]
+    loss = made["MarginLoss"](beta=0.5)(hidden, weight, target)[0]
     logprobs = liger.fused_linear_logprobs(hidden, weight, target, metrics=("entropy",))
     live = target != -100
     means = logprobs.logprobs.sum(-1) / live.sum(-1)
     torch.testing.assert_close(loss, F.softplus(1.0 - 0.5 * (means[:3] - means[3:])).mean())
     x, advantages = leaf(hidden), torch.linspace(-1, 1, 6, device=device)
-    loss = made["Reinforce"]()(x, weight, target, advantages)
+    loss, tokens = made["Reinforce"](metrics=["entropy"])(x, weight, target, advantages=advantages)
     y = leaf(hidden)
     logprobs = liger.fused_linear_logprobs(y, weight, target, metrics=("entropy",))
+    torch.testing.assert_close(tokens.entropy, logprobs.entropy.detach())
+    assert tokens.logprobs is None and tokens.argmax is None
     terms = -(advantages[:, None] * logprobs.logprobs + 0.01 * logprobs.entropy)
     expected = terms[live].sum() / live.sum()
     torch.testing.assert_close(loss, expected)
@@ -296,22 +384,26 @@ def test_the_losses_of_the_docs(device):
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
-def _dpo(change=lambda x, w, t: (w, x, t), options=None, **how):
+def _dpo(change=lambda x, w, t: (x, w, t), options=None, **how):
     return lambda x, w, t: losses.FusedLinearDPOLoss(**(options or {}))(*change(x, w, t), **how)
 
 
 def _grpo(advantages=None, options=None, **how):
     advantages = torch.zeros(6) if advantages is None else advantages
-    return lambda x, w, t: losses.FusedLinearGRPOLoss(**(options or {}))(x, w, t, None, advantages, **how)
+    return lambda x, w, t: losses.FusedLinearGRPOLoss(**(options or {}))(
+        x, w, t, advantages=advantages, **how
+    )  # fmt: skip
 
 
-def _kto(*labels, options=None, **how):
-    return lambda x, w, t: losses.FusedLinearKTOLoss(**(options or {}))(x, w, t, None, *labels, **how)
+def _kto(labels, options=None, **how):
+    return lambda x, w, t: losses.FusedLinearKTOLoss(**(options or {}))(
+        x, w, t, preference_labels=labels, **how
+    )
 
 
 FREE = {"use_ref_model": False}
 BAD = {
-    "odd": (_dpo(lambda x, w, t: (w, x[:5], t[:5]), FREE), RuntimeError, "5 sequences, expected an even number"),
+    "odd": (_dpo(lambda x, w, t: (x[:5], w, t[:5]), FREE), RuntimeError, "5 sequences, expected an even number"),
     "no reference": (_dpo(), ValueError, "FusedLinearDPOLoss: no reference"),
     "unwanted reference": (_dpo(options=FREE, ref_logps=torch.zeros(6)), ValueError, "use_ref_model is False"),
     "no reference weight": (_dpo(ref_input=torch.zeros(6, LENGTH, 8)), ValueError, "without ref_weight"),
@@ -321,19 +413,19 @@ BAD = {
         _dpo(ref_input=torch.zeros(6, LENGTH, 8), ref_weight=torch.zeros(30, 8)),
         RuntimeError, "ref_weight has 30 classes, expected 29",
     ),
-    "target": (_dpo(lambda x, w, t: (w, x, t[:, 1:]), FREE), RuntimeError, r"target has shape \(6, 5\)"),
+    "target": (_dpo(lambda x, w, t: (x, w, t[:, 1:]), FREE), RuntimeError, r"target has shape \(6, 5\)"),
     "flat": (
-        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE), RuntimeError, r"expected \(sequences, length\), or cu_seqlens",
+        _dpo(lambda x, w, t: (x[0], w, t[0]), FREE), RuntimeError, r"expected \(sequences, length\), or cu_seqlens",
     ),
     "cu_seqlens": (
-        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE, cu_seqlens=torch.zeros(2, 2)), RuntimeError, "cu_seqlens has shape",
+        _dpo(lambda x, w, t: (x[0], w, t[0]), FREE, cu_seqlens=torch.zeros(2, 2)), RuntimeError, "cu_seqlens has shape",
     ),
     "mask": (_dpo(options=FREE, mask=torch.ones(6)), RuntimeError, "FusedLinearDPOLoss: mask has shape"),
-    "items": (_dpo(options=FREE, num_items_in_batch=torch.ones(2)), RuntimeError, "num_items_in_batch has shape"),
+    "items": (_dpo(options=FREE, denominator=torch.ones(2)), RuntimeError, "denominator has shape"),
     "loss type": (_dpo(options={"loss_type": "nope"}), ValueError, "unknown loss_type 'nope', expected one of sigmoid"),
     "smoothing": (_dpo(options={"loss_type": "robust", "label_smoothing": 0.5}), ValueError, "label_smoothing is 0.5"),
-    "weight": (_dpo(lambda x, w, t: (w[:, 1:], x, t), FREE), RuntimeError, "FusedLinearDPOLoss: lin_weight has shape"),
-    "out of range": (_dpo(lambda x, w, t: (w, x, t + 40), FREE), RuntimeError, "DPOLoss: target at row 0"),
+    "weight": (_dpo(lambda x, w, t: (x, w[:, 1:], t), FREE), RuntimeError, "FusedLinearDPOLoss: weight has shape"),
+    "out of range": (_dpo(lambda x, w, t: (x, w, t + 40), FREE), RuntimeError, "DPOLoss: target at row 0"),
     "grpo type": (_grpo(options={"loss_type": "gspo"}), ValueError, "unknown loss_type 'gspo'"),
     "grpo level": (
         _grpo(options={"importance_sampling_level": "word"}), ValueError, "unknown importance_sampling_level 'word'",
@@ -344,8 +436,8 @@ BAD = {
         _grpo(old_per_token_logps=torch.zeros(6), options={"beta": 0.0}), RuntimeError, "old_per_token_logps has shape",
     ),
     "sampler": (_grpo(vllm_is_ratio=torch.zeros(5), options={"beta": 0.0}), RuntimeError, "vllm_is_ratio has shape"),
-    "kto type": (_kto(options={"loss_type": "bco"}), ValueError, "unknown loss_type 'bco'"),
-    "kto labels": (_kto(), ValueError, "no preference_labels"),
+    "kto type": (_kto(torch.ones(6), options={"loss_type": "bco"}), ValueError, "unknown loss_type 'bco'"),
+    "kto labels": (_kto(None), TypeError, "preference_labels is None, expected a tensor"),
     "kto label shape": (_kto(torch.ones(3)), RuntimeError, "preference_labels has shape"),
     "kto reference": (_kto(torch.ones(6)), ValueError, "FusedLinearKTOLoss: no reference"),
     "kto kl": (_kto(torch.ones(6), options=FREE, kl=torch.ones(2)), RuntimeError, "kl has shape"),

@@ -36,16 +36,16 @@ GSPO = losses.FusedLinearGRPOLoss(beta=0.0, importance_sampling_level="sequence"
 
 
 def dpo(hidden, weight, target, **where):
-    return DPO(weight, hidden, target, **where)[0]
+    return DPO(hidden, weight, target, **where)[0]
 
 
 def orpo(hidden, weight, target, **where):
-    return ORPO(weight, hidden, target, nll_target=target.flip(0), **where)[0]
+    return ORPO(hidden, weight, target, nll_target=target.flip(0), **where)[0]
 
 
 def kto(hidden, weight, target, **where):
     labels = torch.ones(4, device=target.device)
-    return KTO(hidden, weight, target, None, labels, **where)[0]
+    return KTO(hidden, weight, target, preference_labels=labels, **where)[0]
 
 
 def kto_divergence(hidden, weight, target, **where):
@@ -55,12 +55,12 @@ def kto_divergence(hidden, weight, target, **where):
 
 def grpo(hidden, weight, target, **where):
     advantages = torch.ones(4, device=target.device)
-    return GRPO(hidden, weight, target, None, advantages, **where)[0]
+    return GRPO(hidden, weight, target, advantages=advantages, **where)[0]
 
 
 def gspo(hidden, weight, target, **where):
     advantages = torch.ones(4, device=target.device)
-    return GSPO(hidden, weight, target, None, advantages, **where)[0]
+    return GSPO(hidden, weight, target, advantages=advantages, **where)[0]
 
 
 LOSSES = [dpo, orpo, kto, kto_divergence, grpo, gspo]
@@ -137,7 +137,7 @@ from liger import losses
 ends = torch.tensor([0, 7, 3, 9, 12], device="cuda")
 x, w = torch.randn(12, 8, device="cuda"), torch.randn(29, 8, device="cuda")
 y = torch.randint(29, (12,), device="cuda")
-losses.FusedLinearDPOLoss(use_ref_model=False)(w, x, y, cu_seqlens=ends)[0].item()
+losses.FusedLinearDPOLoss(use_ref_model=False)(x, w, y, cu_seqlens=ends)[0].item()
 """
 
 
@@ -163,8 +163,8 @@ class NegativeLogLikelihood(losses.FusedLinearLoss):
     def compute(self, logprobs, entropy):
         return -logprobs.sum(-1)
 
-    def forward(self, hidden, weight, target, bias=None, cu_seqlens=None):
-        return self.run(self.batch(hidden, target, cu_seqlens=cu_seqlens), weight, bias)[0]
+    def forward(self, input, weight, target, bias=None, *, cu_seqlens=None):
+        return self.run(self.batch(input, target, cu_seqlens=cu_seqlens), weight, bias).loss
 
 
 def padded_batch(device):
@@ -208,7 +208,9 @@ def test_padding_far_from_the_reference(device, options):
             logprobs = (hidden @ weight.T + bias).log_softmax(-1)
             ref = logprobs.gather(-1, target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
-        return module(hidden, weight, target, None, advantages, bias, ref, **where)[0]
+        return module(hidden, weight, target, bias, advantages=advantages, ref_per_token_logps=ref, **where)[
+            0
+        ]
 
     assert_packed_as_padded(loss, device)
 
@@ -218,7 +220,7 @@ def test_longest_sequence_without_max_length(device):
     module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="dr_grpo")
     advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
     assert_packed_as_padded(
-        lambda h, w, t, b, _, **where: module(h, w, t, None, advantages, b, **where)[0], device
+        lambda h, w, t, b, _, **where: module(h, w, t, b, advantages=advantages, **where)[0], device
     )
 
 
@@ -227,5 +229,5 @@ def test_nan_for_a_sequence_without_tokens(device):
     leaves = [leaf(hidden.flatten(0, 1)), leaf(weight)]
     advantages = torch.tensor([1.0, torch.nan, 0.5], device=device)
     ends = torch.tensor([0, 4, 4, 9], device=device)
-    loss = GSPO(*leaves, target.flatten(), None, advantages, cu_seqlens=ends)[0]
+    loss = GSPO(*leaves, target.flatten(), advantages=advantages, cu_seqlens=ends)[0]
     assert loss.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(loss, leaves))

@@ -9,6 +9,12 @@ from liger import losses
 from liger.losses.policy import GRPO_LOSS_TYPES
 
 IGNORED = -100
+
+
+def logps(ref=None, old=None):
+    return {"ref_per_token_logps": ref, "old_per_token_logps": old}
+
+
 VARIANTS = {
     "plain": ({}, {}),
     "sequence": ({"importance_sampling_level": "sequence"}, {"level": "sequence"}),
@@ -60,7 +66,9 @@ def test_grpo(device, kind, variant, budget, layout):
         if layout == "packed":
             tensors, places["cu_seqlens"] = packed(tensors, target)
         x, y, m, r, o, s = tensors
-        return module(x, w, y, m, advantages, b, r, o, vllm_is_ratio=s, **places)[0]
+        return module(
+            x, w, y, b, advantages=advantages, mask=m, **logps(r, o), vllm_is_ratio=s, **places
+        )[0]  # fmt: skip
 
     def other(x, w, b):
         spread = advantages[:, None].expand(target.shape)
@@ -82,7 +90,7 @@ def test_the_policy_that_sampled(device, level):
     for given, factors in ((advantages, per_sequence), (spread, per_sequence[:, None])):
         check(
             lambda x, w, b, given=given, factors=factors: module(
-                x, w, target, None, given, b, vllm_is_ratio=factors
+                x, w, target, b, advantages=given, vllm_is_ratio=factors
             )[0],
             lambda x, w, b: plain.policy(
                 x, w, target, spread, kind="grpo", bias=b, level=level,
@@ -97,7 +105,7 @@ def test_ppo(device):
     advantages = torch.randn(target.shape, device=device)
     module = losses.FusedLinearPPOLoss(epsilon=0.1, entropy_coef=0.05)
     check(
-        lambda x, w, b: module(x, w, target, None, advantages, b, old_per_token_logps=old)[0],
+        lambda x, w, b: module(x, w, target, b, advantages=advantages, old_per_token_logps=old)[0],
         lambda x, w, b: plain.policy(
             x, w, target, advantages.to(x.dtype), kind="bnpo", bias=b, old=old.to(x.dtype), low=0.1, high=0.1,
             entropy_coef=0.05,
@@ -107,7 +115,7 @@ def test_ppo(device):
 
 
 @pytest.mark.parametrize("kind", ["dapo", "cispo", "bnpo", "grpo", "sapo", "luspo", "vespo"])
-def test_num_items_in_batch(device, kind):
+def test_denominator(device, kind):
     """Two micro-batches with the count of both give the loss of the whole."""
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
     module = losses.FusedLinearGRPOLoss(loss_type=kind)
@@ -115,12 +123,10 @@ def test_num_items_in_batch(device, kind):
     count = torch.tensor(len(target)) if sequences else (target != IGNORED).sum()
 
     def loss(rows):
-        given = (ref[rows], old[rows])
-        return module(
-            hidden[rows], weight, target[rows], None, advantages[rows], bias, *given, num_items_in_batch=count
-        )[0]
+        given = {"advantages": advantages[rows], **logps(ref[rows], old[rows])}
+        return module(hidden[rows], weight, target[rows], bias, denominator=count, **given)[0]
 
-    whole = module(hidden, weight, target, None, advantages, bias, ref, old)[0]
+    whole = module(hidden, weight, target, bias, advantages=advantages, **logps(ref, old))[0]
     torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, None)), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -131,7 +137,8 @@ def test_less_than_one_item_per_process(device, kind):
     module = losses.FusedLinearGRPOLoss(loss_type=kind)
 
     def loss(items, target=target):
-        return module(hidden, weight, target, None, advantages, bias, ref, old, num_items_in_batch=items)[0]
+        given = {"advantages": advantages, **logps(ref, old)}
+        return module(hidden, weight, target, bias, denominator=items, **given)[0]
 
     torch.testing.assert_close(loss(0.25), 4 * loss(1.0))
     assert loss(torch.tensor(0.0, device=device), torch.full_like(target, IGNORED)) == 0
@@ -146,7 +153,7 @@ def test_clip_ratio(device, kind):
     module = losses.FusedLinearGRPOLoss(
         beta=0.0, loss_type=kind, epsilon_high=1.2 if kind == "cispo" else 0.2
     )
-    _, metrics = module(hidden, weight, target, None, advantages, bias, old_per_token_logps=old)
+    _, metrics = module(hidden, weight, target, bias, advantages=advantages, old_per_token_logps=old)
     live = target != IGNORED
     ratio, advantages = (metrics.logprobs - old).exp()[live], advantages[live]
     above, below = ratio > 1.2, ratio < 0.8
@@ -166,7 +173,7 @@ def test_metrics_and_reference_model(device, corrected):
         entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2, use_bias_correction_kl=corrected
     )
     live = target != IGNORED
-    metrics = module(hidden, weight, target, None, advantages, bias, ref, old)[1]
+    metrics = module(hidden, weight, target, bias, advantages=advantages, **logps(ref, old))[1]
     rows = [plain.token_logprobs(x, weight, y, bias) for x, y in zip(hidden, target, strict=True)]
     logprobs, entropy = (torch.stack(values)[live] for values in zip(*rows, strict=True))
     gap = (ref[live] - logprobs).double()
@@ -174,15 +181,16 @@ def test_metrics_and_reference_model(device, corrected):
     clipped = torch.where(sign, ratio > 1.2, ratio < 0.9).float()
     assert 0 < clipped.mean() < 1
     torch.testing.assert_close(metrics.logprobs[live], logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(metrics.entropy, entropy.mean(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics.mean_entropy, entropy.mean(), rtol=1e-5, atol=1e-5)
     kl = (gap.exp() - gap - 1) * (ratio.double() if corrected else 1.0)
     torch.testing.assert_close(metrics.kl.double(), kl.mean(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(metrics.clip_ratio, clipped.mean())
     assert not metrics.logprobs.requires_grad
     ref_hidden, ref_weight, *_ = make(device)
-    by_model = module(hidden, weight, target, None, advantages, bias, None, old, ref_hidden, ref_weight)[0]
+    given = {"advantages": advantages, "old_per_token_logps": old}
+    by_model = module(hidden, weight, target, bias, ref_input=ref_hidden, ref_weight=ref_weight, **given)[0]
     tokens = around(ref_hidden, ref_weight, target, None, 0.0)
-    by_logps = module(hidden, weight, target, None, advantages, bias, tokens, old)[0]
+    by_logps = module(hidden, weight, target, bias, ref_per_token_logps=tokens, **given)[0]
     torch.testing.assert_close(by_model, by_logps, rtol=1e-5, atol=1e-6)
 
 
@@ -195,8 +203,7 @@ def test_nothing_that_counts(device, kind, level):
     module = losses.FusedLinearGRPOLoss(loss_type=kind, importance_sampling_level=level, entropy_coef=0.1)
     x, w = leaf(hidden), leaf(weight)
     unknown = torch.full_like(old, torch.nan)
-    loss, metrics = module(
-        x, w, target.clamp_min(0), torch.zeros_like(target), advantages, bias, unknown, unknown
-    )
+    given = {"advantages": advantages, "mask": torch.zeros_like(target), **logps(unknown, unknown)}
+    loss, metrics = module(x, w, target.clamp_min(0), bias, **given)
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
     assert metrics.kl == 0 and metrics.clip_ratio == 0

@@ -14,6 +14,10 @@ def budget(request):
     return BUDGETS[request.param]
 
 
+def of_reference(hidden, weight, bias=None):
+    return {"ref_input": hidden, "ref_weight": weight, "ref_bias": bias}
+
+
 def dpo_reference(kind, beta=0.3, eps=0.0, tau=0.05):
     return lambda *scores: plain.dpo_pair(kind, *scores, beta, eps, tau)
 
@@ -36,9 +40,10 @@ def test_dpo(device, kind, budget, layout):
 
     def mine(x, w, b):
         if layout == "padded":
-            return module(w, x, target, b, *reference)[0]
+            return module(x, w, target, b, **of_reference(*reference))[0]
         (xs, ys, rs), ends = packed((x, target, reference[0]), target)
-        return module(w, xs, ys, b, rs, reference[1], cu_seqlens=ends, max_length=7)[0]
+        where = {"cu_seqlens": ends, "max_length": 7}
+        return module(xs, w, ys, b, **of_reference(rs, reference[1]), **where)[0]
 
     def other(x, w, b):
         pair = dpo_reference(kind, 0.3, 0.1, 0.2)
@@ -69,15 +74,15 @@ def test_given_reference_logps(device, average):
     hidden, weight, target, bias = make(device)
     ref_hidden, ref_weight, *_ = make(device)
     module = losses.FusedLinearDPOLoss(average_log_prob=average)
-    expected, metrics = module(weight, hidden, target, bias, ref_hidden, ref_weight)
+    expected, metrics = module(hidden, weight, target, bias, **of_reference(ref_hidden, ref_weight))
     tokens = torch.stack(
         [plain.token_logprobs(x, ref_weight, y)[0] for x, y in zip(ref_hidden, target, strict=True)]
     )
     tokens[target == -100] = torch.nan
     for given in (tokens, tokens.nan_to_num().where(target != -100, 0.0).sum(-1)):
-        loss, others = module(weight, hidden, target, bias, ref_logps=given)
+        loss, others = module(hidden, weight, target, bias, ref_logps=given)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-        for a, b in zip(others[1:], metrics[1:], strict=True):
+        for a, b in zip(others[1:5], metrics[1:5], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -92,19 +97,19 @@ def test_likelihood_term_and_metrics(device, budget):
     module = losses.FusedLinearDPOLoss(alpha=0.7, compute_nll_loss=True, memory_budget=budget)
     for nll in (None, nll_target):
         check(
-            lambda x, w, b, nll=nll: module(w, x, target, b, *reference, nll_target=nll)[0],
+            lambda x, w, b, nll=nll: module(x, w, target, b, **of_reference(*reference), nll_target=nll)[0],
             lambda x, w, b, nll=nll: plain.pairs(
                 dpo_reference("sigmoid", 0.1), x, w, target, b, [r.to(x.dtype) for r in reference], False, 0.7, nll
             ),
             hidden, weight, bias,
         )  # fmt: skip
-    loss, metrics = module(weight, hidden, target, bias, *reference)
+    loss, metrics = module(hidden, weight, target, bias, **of_reference(*reference))
     scores = torch.stack(plain.sequence_logps(hidden, weight, target, False, bias)[0])
     refs = torch.stack(plain.sequence_logps(*reference, target, False)[0])
     rewards = 0.1 * (scores - refs)
     chosen = (target[:3] != -100).sum()
     expected = (-scores[:3].sum() / chosen, scores[:3], scores[3:], rewards[:3], rewards[3:])
-    for actual, value in zip(metrics, expected, strict=True):
+    for actual, value in zip(metrics[:5], expected, strict=True):
         torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
     assert not loss.requires_grad
 
@@ -118,21 +123,21 @@ def test_likelihood_of_other_tokens(device, budget, temperature):
     nll_target[0, 0], nll_target[1, 1:3] = target[0, 0], -100
     module = losses.FusedLinearORPOLoss(beta=0.4, memory_budget=budget, temperature=temperature)
     check(
-        lambda x, w, b: module(w, x, target, b, nll_target=nll_target)[0],
+        lambda x, w, b: module(x, w, target, b, nll_target=nll_target)[0],
         lambda x, w, b: plain.pairs(
             lambda c, r, *_: plain.orpo_pair(c, r, 0.4), x / temperature, w, target, b / temperature, None, True, 1.0,
             nll_target,
         ),
         hidden, weight, bias,
     )  # fmt: skip
-    loss, metrics = module(weight, hidden, target, bias, nll_target=nll_target)
+    loss, metrics = module(hidden, weight, target, bias, nll_target=nll_target)
     odds = losses.FusedLinearORPOLoss(beta=0.4, compute_nll_loss=False, temperature=temperature)
-    alone, _ = odds(weight, hidden, target, bias)
+    alone, _ = odds(hidden, weight, target, bias)
     torch.testing.assert_close(loss, alone + metrics.nll_loss, rtol=1e-5, atol=1e-6)
     nll_target[(target != -100).flip(1).cumsum(1).flip(1) == 0] = -100  # what packing leaves out
-    expected, _ = module(weight, hidden, target, bias, nll_target=nll_target)
+    expected, _ = module(hidden, weight, target, bias, nll_target=nll_target)
     (x, y, nll), ends = packed((hidden, target, nll_target), target)
-    torch.testing.assert_close(module(weight, x, y, bias, nll_target=nll, cu_seqlens=ends)[0], expected)
+    torch.testing.assert_close(module(x, weight, y, bias, nll_target=nll, cu_seqlens=ends)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["mask", "nll_mask"])
@@ -146,12 +151,12 @@ def test_likelihood_of_more_tokens(device, budget, name):
         {"target": target, "mask": mask, "nll_mask": target != -100},
     ):
         leaves = leaf(hidden), leaf(weight)
-        loss, metrics = module(leaves[1], leaves[0], bias=bias, **given)
+        loss, metrics = module(*leaves, bias=bias, **given)
         results.append([loss, *torch.autograd.grad(loss, leaves), *(m for m in metrics if m is not None)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="both nll_target and nll_mask were given"):
-        module(weight, hidden, target, nll_target=target, nll_mask=mask)
+        module(hidden, weight, target, nll_target=target, nll_mask=mask)
 
 
 WITHOUT_REFERENCE = {
@@ -187,9 +192,9 @@ def test_losses_without_a_reference(device, name, budget, layout):
 
     def mine(x, w, b):
         if layout == "padded":
-            return module(w, x, target, b)[0]
+            return module(x, w, target, b)[0]
         (xs, ys), ends = packed((x, target), target)
-        return module(w, xs[0], ys[0], b, cu_seqlens=ends)[0]
+        return module(xs[0], w, ys[0], b, cu_seqlens=ends)[0]
 
     check(
         mine, lambda x, w, b: plain.pairs(pair, x, w, target, b, None, average, alpha), hidden, weight, bias
@@ -211,8 +216,9 @@ def test_kto(device, budget, layout, given):
         if layout == "packed":
             (xs, ys, rs), where["cu_seqlens"] = packed((xs, ys, rs), target)
         if given == "logps":
-            return module(xs, w, ys, b, labels, ref_logps=refs, kl=kl, **where)[0]
-        return module(xs, w, ys, b, labels, rs, reference[1], kl=kl, **where)[0]
+            return module(xs, w, ys, b, preference_labels=labels, ref_logps=refs, kl=kl, **where)[0]
+        of_model = of_reference(rs, reference[1])
+        return module(xs, w, ys, b, preference_labels=labels, kl=kl, **of_model, **where)[0]
 
     def other(x, w, b):
         ref = [r.to(x.dtype) for r in reference]
@@ -232,15 +238,16 @@ def test_kto_divergence_and_metrics(device):
         a, b = (refs, own) if sign < 0 else (own, refs)
         models = ((hidden, weight, bias), (*reference, None))
         (x, w, c), (rx, rw, rc) = models if sign > 0 else models[::-1]
-        kl = module.estimate_kl(x, w, target, c, rx, rw, rc)
+        kl = module.estimate_kl(x, w, target, c, **of_reference(rx, rw, rc))
         torch.testing.assert_close(kl, (a - b).mean().clamp_min(0), rtol=1e-4, atol=1e-5)
-    metrics = module(hidden, weight, target, bias, labels, *reference)[1]
+    given = {"preference_labels": labels, **of_reference(*reference)}
+    metrics = module(hidden, weight, target, bias, **given)[1]
     on, off = labels == 1, labels == 0
     expected = (own[on].sum(), own[off].sum(), 0.5 * (own - refs)[on].sum(), 0.5 * (own - refs)[off].sum())
-    for actual, value in zip(metrics, expected, strict=True):
+    for actual, value in zip(metrics[:4], expected, strict=True):
         torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
     unpaired = losses.FusedLinearKTOLoss(beta=0.5, loss_type="apo_zero_unpaired")
-    loss = unpaired(hidden, weight, target, bias, labels, *reference, kl=5.0)[0]
+    loss = unpaired(hidden, weight, target, bias, kl=5.0, **given)[0]
     expected = plain.kto(hidden, weight, target, labels, reference, 0.5, 0.0, bias)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
@@ -262,20 +269,20 @@ def test_sequences_without_tokens(device, name, budget):
     module.memory_budget = budget
     x, w = leaf(hidden), leaf(weight)
     nothing = torch.full_like(target, -100)
-    loss = module(w, x, nothing, bias)[0]
+    loss = module(x, w, nothing, bias)[0]
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
     target[-1, 0] = 1
-    one = module(w, x, target, bias, num_items_in_batch=7)[0]
+    one = module(x, w, target, bias, denominator=7)[0]
     order = [0, 1, 2, 0, 3, 4, 5, 0]
     more = target[order]
     more[[3, 7]] = -100
-    two = module(w, x[order], more, bias, num_items_in_batch=torch.tensor(7.0))[0]
+    two = module(x[order], w, more, bias, denominator=torch.tensor(7.0))[0]
     torch.testing.assert_close(one, two)
     # One answer of a pair, and a mask in place of ignored targets.
     mask = torch.ones_like(target)
     mask[0] = mask[4, 2:] = 0
-    masked = module(w, x, target, bias, mask=mask)[0]
-    torch.testing.assert_close(masked, module(w, x, target.where(mask != 0, -100), bias)[0])
+    masked = module(x, w, target, bias, mask=mask)[0]
+    torch.testing.assert_close(masked, module(x, w, target.where(mask != 0, -100), bias)[0])
     assert all(g.isfinite().all() for g in torch.autograd.grad(masked, (x, w)))
 
 
@@ -285,7 +292,7 @@ def test_certain_tokens(device):
     hidden[:] = 0
     bias[:] = torch.where(torch.arange(VOCAB, device=device) == 3, 100.0, 0.0)
     x = leaf(hidden)
-    loss = losses.FusedLinearORPOLoss()(weight, x, torch.full_like(target, 3), bias)[0]
+    loss = losses.FusedLinearORPOLoss()(x, weight, torch.full_like(target, 3), bias)[0]
     assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
@@ -299,7 +306,7 @@ def test_hidden_states_with_strides(device, budget, strides):
     before, weight, results = hidden.clone(), leaf(weight), []
     for x in (before.clone(), hidden.detach()):
         module = losses.FusedLinearORPOLoss(memory_budget=budget)
-        loss = module(weight, x.requires_grad_(), target, bias)[0]
+        loss = module(x.requires_grad_(), weight, target, bias)[0]
         results.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
     torch.testing.assert_close(*results)
     assert torch.equal(hidden, before)
@@ -316,13 +323,13 @@ def test_micro_batches(device, name):
         "SimPO": losses.FusedLinearSimPOLoss(compute_nll_loss=True),
     }[name]
     tokens = (target[:4] != -100).sum()
-    leaves = [leaf(t) for t in (weight, hidden, bias)]
+    leaves = [leaf(t) for t in (hidden, weight, bias)]
 
     def loss(pairs, **counts):
         rows = torch.cat((pairs, pairs + 4)).to(device)
-        return module(leaves[0], leaves[1][rows], target[rows], leaves[2], **counts)[0]
+        return module(leaves[0][rows], leaves[1], target[rows], leaves[2], **counts)[0]
 
-    counts = {"num_items_in_batch": 4, "num_nll_tokens": tokens}
+    counts = {"denominator": 4, "nll_denominator": tokens}
     parts = sum(loss(pairs, **counts) for pairs in torch.arange(4).split(2))
     whole = loss(torch.arange(4))
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
@@ -334,10 +341,10 @@ def test_micro_batches(device, name):
 def test_float16_with_fewer_tokens_than_pairs(device):
     """The numbers of all processes over that of processes: the smaller divisor sets the scale of the gradients."""
     hidden, weight, target, bias = make(device, 8)
-    counts = {"num_items_in_batch": 4.0, "num_nll_tokens": 0.5}
+    counts = {"denominator": 4.0, "nll_denominator": 0.5}
     grads = []
     for dtype in (torch.float16, torch.float32):
-        leaves = [leaf(t, dtype) for t in (weight, hidden, bias)]
+        leaves = [leaf(t, dtype) for t in (hidden, weight, bias)]
         loss = losses.FusedLinearCPOLoss()(leaves[0], leaves[1], target, leaves[2], **counts)[0]
         grads.append(torch.autograd.grad(loss, leaves))
     for half, full in zip(*grads, strict=True):
@@ -351,10 +358,10 @@ def test_names_of_tensors_in_errors():
     with pytest.raises(
         RuntimeError, match=r"FusedLinearORPOLoss: nll_target at index \(0, 0\) is 34, expected"
     ):
-        losses.FusedLinearORPOLoss()(weight, hidden, target, nll_target=wrong)
+        losses.FusedLinearORPOLoss()(hidden, weight, target, nll_target=wrong)
     kto = losses.FusedLinearKTOLoss()
     scores = torch.zeros(len(target))
-    with pytest.raises(RuntimeError, match="FusedLinearKTOLoss: lin_weight has shape"):
+    with pytest.raises(RuntimeError, match="FusedLinearKTOLoss: weight has shape"):
         kto.estimate_kl(hidden, weight[:, 1:], target, ref_logps=scores)
     with pytest.raises(RuntimeError, match="FusedLinearKTOLoss: bias has shape"):
         kto.estimate_kl(hidden, weight, target, torch.zeros(3), ref_logps=scores)

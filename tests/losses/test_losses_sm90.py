@@ -67,6 +67,13 @@ def module_of(name, **how):
     return make_module(**({} if name == "token" else options), **how)
 
 
+def observing(name, **how):
+    """A loss that computes all metrics of tokens, and keeps the metrics of its last call as ``seen``."""
+    module = module_of(name, metrics=losses.TokenMetrics._fields, **how)
+    module.register_forward_hook(lambda module, _, result: setattr(module, "seen", result[1]))
+    return module
+
+
 def call_at_level(module, hidden, weight, target):
     """With references near the log-probabilities: far from them, gradients leave the range of floats."""
     return call(module, hidden, weight, target, None, level=-math.log(VOCAB))
@@ -108,11 +115,11 @@ def test_against_float64(sm90, plans, name, temperature, ignored, budget):
 @pytest.mark.parametrize("name", NAMES)
 def test_observed_tokens(sm90, plans, name, temperature, budget):
     hidden, weight, target = make()
-    seen = []
     options = {"temperature": temperature, "memory_budget": BUDGETS[budget]}
-    ours = run(module_of(name, observe=seen.append, **options), hidden, weight, target)
+    module = observing(name, **options)
+    ours = run(module, hidden, weight, target)
     assert plans[0] is not None and (len(plans[0]) > 1) == (budget == "chunks")
-    ((_, entropy, argmax),) = seen
+    entropy, argmax = module.seen.entropy, module.seen.argmax
     assert entropy.shape == argmax.shape == target.shape
     assert_observed(
         hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), temperature
@@ -125,14 +132,14 @@ def test_observed_tokens(sm90, plans, name, temperature, budget):
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_observed_tokens_far_from_their_targets(sm90, plans, budget):
     hidden, weight, target = make(spread=30.0)
-    seen = []
     module = losses.FusedLinearGRPOLoss(
-        beta=0.0, memory_budget=BUDGETS[budget], temperature=0.7, observe=seen.append
+        beta=0.0, memory_budget=BUDGETS[budget], temperature=0.7, metrics=("entropy", "argmax")
     )
-    module(hidden, leaf(weight), target, None, torch.linspace(-1, 2, len(target), device="cuda"))
+    advantages = torch.linspace(-1, 2, len(target), device="cuda")
+    _, metrics = module(hidden, leaf(weight), target, advantages=advantages)
     assert plans[0] is not None
-    ((_, entropy, argmax),) = seen
-    assert_observed(hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), 0.7)
+    observed = metrics.entropy.flatten(), metrics.argmax.flatten()
+    assert_observed(hidden.flatten(0, 1), weight, target.flatten(), *observed, 0.7)
 
 
 def test_targets_far_below_the_largest_logit(sm90, plans):
@@ -141,7 +148,7 @@ def test_targets_far_below_the_largest_logit(sm90, plans):
     advantages = torch.linspace(-1, 2, len(target), device="cuda")
 
     def policy_gradient(module, hidden, weight, target):
-        return module(hidden, weight, target, None, advantages)[0]
+        return module(hidden, weight, target, advantages=advantages)[0]
 
     module = losses.FusedLinearGRPOLoss(beta=0.0, memory_budget=BUDGETS["chunks"], temperature=0.7)
     ours, exact = (f(module, hidden, weight, target, policy_gradient) for f in (run, run_in_float64))
@@ -175,7 +182,7 @@ def test_where_the_engine_is_not_used(sm90, plans):
     run(module_of("dpo"), hidden.float(), weight.float(), target)
     run(module_of("dpo"), hidden[:2], weight, target[:2])
     # An entropy that is differentiated.
-    with_bonus = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1, observe=lambda tokens: None)
+    with_bonus = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1, metrics=("argmax",))
     run(with_bonus, hidden, weight, target)
     assert plans == [None] * 5
 
@@ -290,14 +297,12 @@ def test_peak_memory(sm90, plans, name):
 @pytest.mark.parametrize("name", ["token", "dpo"])
 def test_cuda_graph_and_no_synchronisation(sm90, name, observed):
     hidden, weight, target = make()
-    seen = []
-    module = module_of(name, memory_budget=BUDGETS["chunks"], observe=seen.append if observed else None)
+    module = (observing if observed else module_of)(name, memory_budget=BUDGETS["chunks"])
     leaves = leaf(hidden), leaf(weight)
 
     def step():
-        seen.clear()
         grads = torch.autograd.grad(call_at_level(module, *leaves, target), leaves)
-        return [*grads, *(t for tokens in seen for t in tokens)]
+        return [*grads, *module.seen[-3:]] if observed else grads
 
     expected = step()
     with no_synchronisation():

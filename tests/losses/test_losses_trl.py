@@ -120,7 +120,7 @@ def test_dpo(loss_type, smoothing, dtype):
         loss_type=loss_type, beta=0.3, label_smoothing=smoothing, discopop_tau=0.05
     )
     loss, metrics = mine(
-        model.weight, hidden_states(model, inputs), targets(inputs),
+        hidden_states(model, inputs), model.weight, targets(inputs),
         ref_input=hidden_states(reference, inputs), ref_weight=reference.weight,
     )  # fmt: skip
     assert_same(loss, theirs, model, dtype)
@@ -251,9 +251,9 @@ def test_grpo(loss_type, options, dtype):
     )
     divisor = dict.fromkeys(("cispo", "dapo", "vespo"), inputs["num_items_in_batch"])
     loss, metrics = mine(
-        model.table[whole["input_ids"]][:, 2:-1], model.weight, completion["ids"], completion["mask"], advantages,
-        ref_per_token_logps=near[0], old_per_token_logps=inputs.get("old_per_token_logps"), vllm_is_ratio=ratio,
-        num_items_in_batch=divisor.get(loss_type),
+        model.table[whole["input_ids"]][:, 2:-1], model.weight, completion["ids"], advantages=advantages,
+        mask=completion["mask"], ref_per_token_logps=near[0], old_per_token_logps=inputs.get("old_per_token_logps"),
+        vllm_is_ratio=ratio, denominator=divisor.get(loss_type),
     )  # fmt: skip
     assert_same(loss, theirs, model, dtype)
     logged = trainer._metrics["train"]
@@ -293,8 +293,8 @@ def test_orpo(dtype):
     trainer = trainer_of(ORPOTrainer, model, beta=0.3, is_encoder_decoder=False, padding_value=0)
     theirs, logged = trainer.get_batch_loss_metrics(model, theirs_batch)
     loss, metrics = losses.FusedLinearORPOLoss(beta=0.3)(
-        model.weight,
         hidden_states(model, inputs),
+        model.weight,
         targets(inputs),
         nll_target=targets(inputs, "attention_mask"),
     )
@@ -319,7 +319,7 @@ def test_cpo_and_simpo(loss_type, smoothing, cpo_alpha, dtype):
         mine = losses.FusedLinearSimPOLoss(gamma=0.4, **options)
     else:
         mine = losses.FusedLinearCPOLoss(loss_type=loss_type, average_log_prob=loss_type == "ipo", **options)
-    loss, metrics = mine(model.weight, hidden_states(model, inputs), targets(inputs))
+    loss, metrics = mine(hidden_states(model, inputs), model.weight, targets(inputs))
     assert_same(loss, theirs, model, dtype)
     if cpo_alpha:
         assert metrics.nll_loss.item() == pytest.approx(logged["nll_loss"], rel=1e-5)

@@ -45,7 +45,7 @@ def of_op(form, **options):
 
 def of_loss(cls, temperature=1.0, **options):
     module = cls(weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=temperature, **options)
-    return lambda x, w, t, v: module(x, w, t, v, num_items_in_batch=1)
+    return lambda x, w, t, v: module(x, w, teacher_input=t, teacher_weight=v, denominator=1)[0]
 
 
 def of_divergence(divergence):

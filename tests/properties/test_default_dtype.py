@@ -62,15 +62,15 @@ def test_results_and_gradients_keep_their_bits(device, name, dtype):
 def test_whole_numbers_per_token(device, kind, default):
     """Advantages, factors and counts that are integers."""
     given = arguments(f"losses.GRPO {kind}", device)
-    per_token = torch.randint(-2, 3, given["attention_mask"].shape, device=device)
+    per_token = torch.randint(-2, 3, given["mask"].shape, device=device)
     module = losses.FusedLinearGRPOLoss(loss_type=kind)
 
     def run(advantages):
         loss, metrics = module(**given | {
             "advantages": advantages, "vllm_is_ratio": per_token + 5,
-            "num_items_in_batch": torch.tensor(7, device=device),
+            "denominator": torch.tensor(7, device=device),
         })  # fmt: skip
-        return [loss, *torch.autograd.grad(loss, given["lin_weight"]), metrics.kl, metrics.clip_ratio]
+        return [loss, *torch.autograd.grad(loss, given["weight"]), metrics.kl, metrics.clip_ratio]
 
     for advantages in (per_token, per_token[:, 0]):
         expected = run(advantages.float())

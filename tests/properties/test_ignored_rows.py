@@ -89,12 +89,12 @@ def _head(device, rows, hidden, vocab, dtype):
 def _policy(x, weight, target, **options):
     x, target = x.view(-1, 8, x.shape[-1]), target.view(-1, 8)
     advantages = torch.ones(len(x), device=x.device)
-    return losses.FusedLinearGRPOLoss(beta=0.0, **options)(x, weight, target, None, advantages)[0]
+    return losses.FusedLinearGRPOLoss(beta=0.0, **options)(x, weight, target, advantages=advantages)[0]
 
 
 def _pairs(x, weight, target):
     x, target = x.view(-1, 8, x.shape[-1]), target.view(-1, 8)
-    return losses.FusedLinearDPOLoss(use_ref_model=False)(weight, x, target)[0]
+    return losses.FusedLinearDPOLoss(use_ref_model=False)(x, weight, target)[0]
 
 
 HEADS = {

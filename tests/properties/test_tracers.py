@@ -23,7 +23,6 @@ if triton_interpreted():
 # (option, tracer): where a program could not do what the option asks for.
 REFUSED = {
     *(("accumulate_grad_weight", tracer) for tracer in ("export", "export no_grad", "export strict", "make_fx")),
-    *(("observe", tracer) for tracer in ("export", "export no_grad", "export strict", "make_fx", "jit.trace")),
 }  # fmt: skip
 
 
@@ -144,10 +143,10 @@ def _table():
 
 
 def _expected(setting):
-    """The results of the eager call, and how often ``observe`` was called."""
+    """The results of the eager call."""
     made = problem(setting)
     module = _Traced(made.module)
-    return results(module, parameters_of(module), made.inputs), len(made.observed)
+    return results(module, parameters_of(module), made.inputs)
 
 
 @pytest.mark.parametrize(("tracer", "setting"), _table())
@@ -160,11 +159,9 @@ def test_as_the_eager_call(tracer, setting):
         with pytest.raises(Exception, match="" if own_words else rf"\b{setting.option}\b"):
             trace(made.module, made.inputs)
         return
-    expected, observed = _expected(setting)
+    expected = _expected(setting)
     call, parameters = trace(made.module, made.inputs)
-    made.observed.clear()
     assert_same(results(call, parameters, made.inputs), expected)
-    assert len(made.observed) == observed
 
 
 def test_every_refusal_is_tested():
@@ -178,7 +175,7 @@ def test_every_refusal_is_tested():
 def _saved(setting, path):
     """Saves a program, its inputs and the results of the eager call."""
     made = problem(setting)
-    expected, _ = _expected(setting)
+    expected = _expected(setting)
     torch.export.save(_exported(made.module, made.inputs), f"{path}.pt2")
     torch.save((copies(made.inputs), expected), f"{path}.pt")
     return path
@@ -197,7 +194,7 @@ REPRESENTATIVE = {
     [
         pytest.param([s for s in SETTINGS if str(s) in REPRESENTATIVE], id="representative"),
         pytest.param(
-            [s for s in SETTINGS if s.option not in ("accumulate_grad_weight", "observe")],
+            [s for s in SETTINGS if s.option != "accumulate_grad_weight"],
             id="all",
             marks=pytest.mark.slow,
         ),
@@ -224,7 +221,7 @@ def test_saved_torchscript(name):
         torch.jit.save(call, file)
         file.seek(0)
         loaded = torch.jit.load(file)
-        assert_same(results(loaded, parameters_of(loaded), made.inputs), _expected(setting)[0])
+        assert_same(results(loaded, parameters_of(loaded), made.inputs), _expected(setting))
 
 
 @pytest.mark.slow
@@ -232,7 +229,7 @@ def test_saved_torchscript(name):
 def test_ahead_of_time_inductor(setting, tmp_path):
     """Values, with inputs that require grad: the compiled program has no backward."""
     made = problem(setting)
-    expected, _ = _expected(setting)
+    expected = _expected(setting)
     program = _exported(made.module, made.inputs)
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
     outputs = torch._inductor.aoti_load_package(path)(*copies(made.inputs))

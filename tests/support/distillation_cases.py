@@ -113,16 +113,32 @@ def plain(name, t, hard=0.5, soft=0.5, temperature=1.0, divisor=None):
 
 def teacher_arguments(name, t, temperature=1.0):
     if not name.startswith("top k"):
-        return [t["teacher_x"], t["teacher_weight"]], [t["teacher_bias"]]
+        names = {
+            "teacher_input": "teacher_x",
+            "teacher_weight": "teacher_weight",
+            "teacher_bias": "teacher_bias",
+        }
+        return {argument: t[key] for argument, key in names.items() if key in t}
     logits = teacher_logits(t)
     log_p = (logits / temperature).log_softmax(-1).float()
     indices = logits.float().topk(K, -1).indices
-    return [log_p.gather(-1, indices), indices], []
+    return {"teacher_logprobs": log_p.gather(-1, indices), "teacher_indices": indices}
+
+
+def results(name, module, t, **how):
+    """(loss, metrics)"""
+    of_teacher = teacher_arguments(name, t, module.temperature)
+    return module(t["x"], t["weight"], t["labels"], t["bias"], **of_teacher, **how)
 
 
 def call(name, module, t, **how):
-    of_teacher, bias = teacher_arguments(name, t, module.temperature)
-    return module(t["x"], t["weight"], *of_teacher, t["labels"], t["bias"], *bias, **how)
+    return results(name, module, t, **how)[0]
+
+
+def parts(name, module, t, **how):
+    """[loss, distance, cross entropy], the last two None where they are not computed."""
+    loss, metrics = results(name, module, t, **how)
+    return [loss, metrics.soft_loss, metrics.hard_loss]
 
 
 def with_gradients(function, tensors, dtype=None):

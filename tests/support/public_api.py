@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pathlib
+import typing
 
 RECORDED = pathlib.Path(__file__).parents[1] / "packaging/public_api.txt"
 PACKAGES = ("liger", "liger.nn", "liger.losses", "liger.distributed", "liger.transformers")
@@ -22,6 +23,8 @@ def _described(name, value):
         return [f"{name}: package"]
     if not inspect.isclass(value):
         return [f"{name}{_signature(value)}"]
+    if typing.is_typeddict(value):
+        return [f"{name}: options {', '.join(typing.get_type_hints(value))}"]
     if issubclass(value, tuple):
         return [f"{name}: fields {', '.join(value._fields)}"]
     if issubclass(value, BaseException):

@@ -4,9 +4,10 @@ The options come from the signatures and from tests/support/public_callables. A 
 each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails until it has an entry.
 """
 
+import collections.abc
 import inspect
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from public_callables import CASES, arguments
@@ -22,7 +23,7 @@ ARGUMENTS = {"device", "dtype", "dim", "function", "arguments", "keywords", "par
 # Not options of one process: tests/ops/test_vocab_parallel.py.
 SHARDS = {"group", "vocab_start", "vocab_size"}
 # Options with an effect beyond the results.
-EFFECTS = {"accumulate_grad_weight", "inplace", "observe"}
+EFFECTS = {"accumulate_grad_weight", "inplace"}
 # What constructors need, by the names of their arguments.
 SIZES = {
     "normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": 24, "num_experts": 4, "vocab_size": VOCAB,
@@ -76,7 +77,7 @@ def _normal(*shape):
 
 
 def _hidden_of(given):
-    return next(given[name] for name in ("_input", "student_input", "input", "hidden") if name in given)
+    return next(given[name] for name in ("input", "hidden") if name in given)
 
 
 def _lora(given):
@@ -123,7 +124,7 @@ def _transposed(given):
     }
 
 
-_TARGETS = ("target", "targets", "true_labels", "selected_token_ids")
+_TARGETS = ("target", "targets")
 _LISTED = "in WITH"  # The value is among what the option takes along.
 _DIVISORS = [3.5, torch.tensor(2.5)]
 # Values by the name of the option; a function makes one from the other arguments.
@@ -145,14 +146,12 @@ VALUES = {
     "delta": [1.5],
     "recompute": [True],
     "denominator": _DIVISORS,
-    "num_items_in_batch": _DIVISORS,
-    "num_nll_tokens": _DIVISORS,
+    "nll_denominator": _DIVISORS,
     "kl": [0.3, torch.tensor(0.2)],
-    "observe": [lambda given: _Observer()],
     "ce_weight": [lambda given: 0.5 + torch.rand(VOCAB)],
     "weight": [lambda given: 0.5 + torch.rand(VOCAB)],
     "token_weight": [_like("target")],
-    "vllm_is_ratio": [_like("selected_token_ids")],
+    "vllm_is_ratio": [_like("target")],
     "mask": [_mask],
     "nll_mask": [_mask],
     "nll_target": [lambda given: given["target"].clamp_min(0)],
@@ -176,19 +175,12 @@ WITH = {
     "lora_a": _lora,
     "ref_input": _reference,
     "ref_logps": _no_reference,
-    "teacher_logits": lambda given: {"teacher_input": None, "teacher_weight": None},
+    "teacher_logits": lambda given: dict.fromkeys(("teacher_input", "teacher_weight", "teacher_bias")),
     "cu_seqlens": _packed,
     "is_transposed": _transposed,
     "unsqueeze_dim": _heads_second,
     "use_ref_model": _other_reference,
 }
-
-
-class _Observer(list):
-    """An ``observe`` callback."""
-
-    def __call__(self, statistics):
-        self.append([t.clone() for t in statistics])
 
 
 def _values(name, parameter, hint):
@@ -200,6 +192,9 @@ def _values(name, parameter, hint):
         return [not default]
     if name in VALUES:
         return VALUES[name]
+    if typing.get_origin(hint) is collections.abc.Sequence:
+        # All names together.
+        return [typing.get_args(typing.get_args(hint)[0])]
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
     if choices:
         return [choice for choice in choices if choice != default]
@@ -249,7 +244,7 @@ class _OfModule(torch.nn.Module):
 
 
 def _is_parameter(name, tensor):
-    parts = name.removeprefix("_").split("_")
+    parts = name.split("_")
     layer = parts[-1] in ("weight", "bias", "proj") or name in ("lora_a", "lora_b")
     return layer and tensor.requires_grad and name != "token_weight"
 
@@ -261,12 +256,10 @@ class Problem:
     Attributes:
         module: a module with the parameters.
         inputs: its tensors, of which those with a gradient require grad.
-        observed: what an ``observe`` callback got, one entry per call; empty without one.
     """
 
     module: torch.nn.Module
     inputs: tuple
-    observed: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -312,7 +305,7 @@ def settings():
 def _is_decided(cls, option, value):
     """Whether a class refuses an option of its base, since it sets it itself."""
     try:
-        _constructed(cls, {option: value({}) if option == "observe" else value})
+        _constructed(cls, {option: value})
     except TypeError as error:
         return f"multiple values for keyword argument '{option}'" in str(error)
     return False
@@ -361,7 +354,7 @@ def problem(setting):
     else:
         module = _OfModule(_constructed(found, options), given)
     inputs = tuple(given[name] for name in module.names)
-    return Problem(module, inputs, options.get("observe", []))
+    return Problem(module, inputs)
 
 
 # Tensors that an option adds, and that get a gradient.

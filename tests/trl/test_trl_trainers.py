@@ -214,7 +214,7 @@ def rows_of_losses(monkeypatch):
     monkeypatch.setattr(
         FusedLinearLoss,
         "run",
-        lambda self, batch, *a, **k: seen.append(len(batch.hidden)) or run(self, batch, *a, **k),
+        lambda self, batch, *a, **k: seen.append(len(batch.input)) or run(self, batch, *a, **k),
     )
     monkeypatch.setattr(
         _scores,

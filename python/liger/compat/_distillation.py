@@ -28,19 +28,23 @@ def _distil(loss_class):
     ):  # fmt: skip
         options = {
             "weight_hard_loss": weight_hard_loss, "weight_soft_loss": weight_soft_loss, "beta": beta,
-            "ignore_index": ignore_index, "temperature": temperature, "return_soft_hard_loss": return_soft_hard_loss,
+            "ignore_index": ignore_index, "temperature": temperature,
         }  # fmt: skip
-        teacher = (None if t is None else t.detach() for t in (teacher_input, teacher_weight, teacher_bias))
-        inputs, weight, bias = teacher
-        tensors = student_input, student_weight, inputs, weight, true_labels, student_bias, bias
-        result = _loss(loss_class, tuple(options.items()))(*tensors)
-        if not return_soft_hard_loss or (weight_hard_loss and weight_soft_loss):
-            return result
-        # A term with factor 0 is no part of that result.
-        swapped = {"weight_hard_loss": weight_soft_loss, "weight_soft_loss": weight_hard_loss}
-        with torch.no_grad():
-            other = _loss(loss_class, tuple((options | swapped).items()))(*tensors)
-        return (result[0], result[1], other[2]) if weight_soft_loss else (result[0], other[1], result[2])
+        teacher = {
+            "teacher_input": teacher_input, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
+        }  # fmt: skip
+        teacher = {name: None if t is None else t.detach() for name, t in teacher.items()}
+        tensors = student_input, student_weight, true_labels, student_bias
+        loss, (soft, hard, *_) = _loss(loss_class, tuple(options.items()))(*tensors, **teacher)
+        if not return_soft_hard_loss:
+            return loss
+        if soft is None or hard is None:
+            # The loss does not compute a term with factor 0.
+            swapped = {"weight_hard_loss": weight_soft_loss, "weight_soft_loss": weight_hard_loss}
+            with torch.no_grad():
+                _, other = _loss(loss_class, tuple((options | swapped).items()))(*tensors, **teacher)
+            soft, hard = (other.soft_loss, hard) if soft is None else (soft, other.hard_loss)
+        return loss, soft, hard
 
     apply.__doc__ = f"""The loss of :class:`liger.losses.{loss_class.__name__}`, or with ``return_soft_hard_loss``
     (loss, distance, cross entropy), the last two without their factors, also where those are 0."""

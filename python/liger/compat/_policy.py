@@ -70,8 +70,9 @@ def liger_fused_linear_grpo(
         mask = attention_mask if attention_mask is not None else torch.ones_like(selected_token_ids)
         divisor = _tokens_per_process(mask, num_items_in_batch)
     loss, metrics = _loss(tuple(options.items()))(
-        _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
-        old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, divisor,
+        _input, weight, selected_token_ids, bias, advantages=advantages, mask=attention_mask,
+        ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
+        ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio, denominator=divisor,
     )  # fmt: skip
     kl = () if beta == 0.0 else (loss.new_zeros(()) if metrics.kl is None else metrics.kl,)
     return loss, (*kl, metrics.clip_ratio)

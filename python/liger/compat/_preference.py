@@ -53,6 +53,13 @@ def _metrics(metrics, hidden, weight, bias, *more):
     )  # fmt: skip
 
 
+def _reference(use_ref_model, ref_input, ref_weight, ref_bias):
+    """The arguments of a reference; without its use, liger_kernel ignores them."""
+    if not use_ref_model:
+        return {}
+    return {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+
+
 # --- functions ----------------------------------------------------------------------------------------------------
 
 
@@ -69,8 +76,9 @@ def liger_fused_linear_dpo(
         use_ref_model=use_ref_model, average_log_prob=average_log_prob, loss_type=loss_type,
         label_smoothing=label_smoothing, discopop_tau=discopop_tau,
     )  # fmt: skip
-    reference = (ref_input, ref_weight, ref_bias) if use_ref_model else ()
-    loss, metrics = loss_of(weight, _input, target, bias, *reference)
+    loss, metrics = loss_of(
+        _input, weight, target, bias, **_reference(use_ref_model, ref_input, ref_weight, ref_bias)
+    )
     return loss, _metrics(metrics, _input, weight, bias)
 
 
@@ -83,7 +91,7 @@ def liger_fused_linear_orpo(
     loss_of = _cached(
         FusedLinearORPOLoss, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss
     )  # fmt: skip
-    loss, metrics = loss_of(weight, _input, target, bias, nll_target=nll_target)
+    loss, metrics = loss_of(_input, weight, target, bias, nll_target=nll_target)
     chosen, rejected = (logps - _log1mexp(logps) for logps in (metrics.chosen_logps, metrics.rejected_logps))
     odds = chosen - rejected
     return loss, _metrics(metrics, _input, weight, bias, nn.functional.logsigmoid(odds).mean(), odds.mean())
@@ -98,7 +106,7 @@ def liger_fused_linear_cpo(
         FusedLinearCPOLoss, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
         compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob,
     )  # fmt: skip
-    loss, metrics = loss_of(weight, _input, target, bias)
+    loss, metrics = loss_of(_input, weight, target, bias)
     return loss, _metrics(metrics, _input, weight, bias)
 
 
@@ -111,7 +119,7 @@ def liger_fused_linear_simpo(
         FusedLinearSimPOLoss, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
         compute_nll_loss=compute_nll_loss, gamma=gamma,
     )  # fmt: skip
-    loss, metrics = loss_of(weight, _input, target, bias)
+    loss, metrics = loss_of(_input, weight, target, bias)
     return loss, _metrics(metrics, _input, weight, bias)
 
 
@@ -125,8 +133,10 @@ def liger_fused_linear_kto(
         FusedLinearKTOLoss, ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model,
         average_log_prob=average_log_prob,
     )  # fmt: skip
-    reference = (ref_input, ref_weight, ref_bias) if use_ref_model else (None, None, None)
-    loss, metrics = loss_of(_input, weight, target, bias, preference_labels, *reference, kl)
+    reference = _reference(use_ref_model, ref_input, ref_weight, ref_bias)
+    loss, metrics = loss_of(
+        _input, weight, target, bias, preference_labels=preference_labels, kl=kl, **reference
+    )
     sums, desirable = _logit_sums(_input, weight, bias), preference_labels != 0
     logits = (torch.where(which, sums, 0.0).sum() for which in (desirable, ~desirable))
     return loss, (

@@ -1,14 +1,16 @@
 """Post-training losses over a linear head whose logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
-from .base import FusedLinearLoss, TokenStatistics
+from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics
 from .distillation import (
     DistillationLoss,
+    DistillationMetrics,
+    DistillationOptions,
     FusedLinearCosineSimilarityLoss,
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
     FusedLinearTopKLoss,
 )
-from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics
+from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics, PolicyOptions
 from .preference import (
     FusedLinearCPOLoss,
     FusedLinearDPOLoss,
@@ -21,6 +23,8 @@ from .unpaired import FusedLinearKTOLoss, KTOMetrics
 
 __all__ = [
     "DistillationLoss",
+    "DistillationMetrics",
+    "DistillationOptions",
     "FusedLinearCPOLoss",
     "FusedLinearCosineSimilarityLoss",
     "FusedLinearDPOLoss",
@@ -34,8 +38,11 @@ __all__ = [
     "FusedLinearSimPOLoss",
     "FusedLinearTopKLoss",
     "KTOMetrics",
+    "LossOptions",
+    "LossResult",
     "PolicyMetrics",
+    "PolicyOptions",
     "PreferenceLoss",
     "PreferenceMetrics",
-    "TokenStatistics",
+    "TokenMetrics",
 ]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.arguments import (
-    LayerNames,
     check_device,
     check_divisor,
     check_ignore_index,
@@ -47,9 +46,6 @@ def _(op, cu_seqlens, tokens, length):
     return cu_seqlens.new_empty((), dtype=torch.float32)
 
 
-_NAMES = LayerNames("hidden")
-
-
 class Batch:
     """Hidden states and targets of sequences, flattened to N rows, and conversions of data per token or per sequence.
 
@@ -61,11 +57,11 @@ class Batch:
         longest: the longest length that the caller names, L, or of a packed batch without ``max_length`` the longest of
             its sequences, a scalar tensor.
         token_shape: the shape of the targets as given: (S, L), (T,) or (1, T).
-        hidden, target: (N, H) and (N,). The target is ``ignore_index`` wherever the mask is 0.
+        input, target: (N, H) and (N,). The target is ``ignore_index`` wherever the mask is 0.
         valid: (S, L) bool, whether a token counts.
         token_index: (S, L) int64, the row of each token of a packed batch; None if padded.
         packing_factor: a factor of the loss for packed batches: 1, or NaN if ``cu_seqlens`` is invalid; None if padded.
-        accumulate_dtype: the dtype of sums per token and sequence: float32, or float64 for float64 hidden states.
+        accumulate_dtype: the dtype of sums per token and sequence: float32, or float64 for float64 input.
 
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices.
@@ -76,31 +72,35 @@ class Batch:
     longest: int | Tensor
 
     def __init__(
-        self, op: str, hidden: Tensor, target: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-        max_length: int | None = None, ignore_index: int = -100, names: LayerNames = _NAMES, mask_name: str = "mask",
-    ) -> None:  # fmt: skip
-        self.op, self.packed, self.hidden = op, cu_seqlens is not None, hidden
-        if hidden.dim() < 2:
+        self,
+        op: str,
+        input: Tensor,
+        target: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        self.op, self.packed, self.input = op, cu_seqlens is not None, input
+        if input.dim() < 2:
             expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
-            raise wrong_shape(op, names.input, hidden, expected)
-        check_shape(
-            op, names.target, target, hidden.shape[:-1], f"that of {names.input} without its last dimension"
-        )
-        check_device(op, names.target, target, names.input, hidden)
-        check_ignore_index(op, names.target, target, ignore_index)
+            raise wrong_shape(op, "input", input, expected)
+        check_shape(op, "target", target, input.shape[:-1], "that of input without its last dimension")
+        check_device(op, "target", target, "input", input)
+        check_ignore_index(op, "target", target, ignore_index)
         valid = target != ignore_index
         if mask is not None:
-            self.check(mask_name, mask, target.shape)
+            self.check("mask", mask, target.shape)
             valid = valid & (mask != 0)
             target = torch.where(valid, target, ignore_index)
         self.token_shape = target.shape
-        self.hidden, self.target = hidden.flatten(0, -2), target.flatten()
+        self.input, self.target = input.flatten(0, -2), target.flatten()
         self.token_index = self.packing_factor = None
-        self.accumulate_dtype = accumulate_dtype(hidden.dtype)
+        self.accumulate_dtype = accumulate_dtype(input.dtype)
         if cu_seqlens is None:
             if target.dim() != 2:
                 raise RuntimeError(
-                    f"{op}: {names.target} has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
+                    f"{op}: target has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
                 )
             self.shape, self.valid, self.longest = target.shape, valid, target.shape[1]
             return
@@ -110,7 +110,7 @@ class Batch:
             )
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
-        check_device(op, "cu_seqlens", cu_seqlens, names.target, target)
+        check_device(op, "cu_seqlens", cu_seqlens, "target", target)
         if max_length is not None and max_length < 0:
             raise ValueError(f"{op}: max_length is {max_length}, expected the longest length")
         tokens = self.target.shape[0]
@@ -143,7 +143,7 @@ class Batch:
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
         if tensor.is_complex():
             raise wrong_dtype(self.op, name, tensor, "a real one")
-        check_device(self.op, name, tensor, "the hidden states", self.hidden)
+        check_device(self.op, name, tensor, "input", self.input)
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
@@ -210,17 +210,17 @@ class _Tokens(Protocol):
     def op(self) -> str: ...
 
     @property
-    def hidden(self) -> Tensor: ...
+    def input(self) -> Tensor: ...
 
 
 def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate dtype."""
     # A scalar on the CPU is taken with tensors of any device, as torch does.
-    if isinstance(value, torch.Tensor) and value.device not in (batch.hidden.device, torch.device("cpu")):
+    if isinstance(value, torch.Tensor) and value.device not in (batch.input.device, torch.device("cpu")):
         raise RuntimeError(
-            f"{batch.op}: {name} is on {value.device}, expected the device of the hidden states, {batch.hidden.device}"
+            f"{batch.op}: {name} is on {value.device}, expected the device of input, {batch.input.device}"
         )
-    device, dtype = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
+    device, dtype = batch.input.device, accumulate_dtype(batch.input.dtype)
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=dtype, device=device)
     check_divisor(batch.op, name, value)

@@ -191,7 +191,7 @@ def _forward(
         _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
     )
     owner = _owner(function)
-    check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
+    check_classes(type(owner).__name__, "target", target, weight.shape[0], ignore_index)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     with_entropy = use_entropy or with_metrics
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from .._core.arguments import (
     FLAG,
-    FUNCTION,
     HEAD,
     LayerNames,
     arguments,
     check_accum_dtype,
     check_layer,
     check_logits_dtype,
+    names_among,
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
@@ -25,6 +25,7 @@ from .._core.autograd import recording_tracer, wants_grad
 from .._core.dtensor import is_dtensor
 from .._core.float16_factor import float16_factor
 from .._core.memory_budget import check_budget_variable
+from .._core.named_results import serialisable
 from ..ops.add_grad_weight import logprobs_adding_grad_weight, summed_weight
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
@@ -35,18 +36,53 @@ UNITS = ("token", "sequence", "pair", "batch")
 _T = TypeVar("_T")
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of every token of a batch, without gradients, in the shape of the targets.
+TokenMetric = Literal["logprobs", "entropy", "argmax"]
+TOKEN_METRICS = names_among(*get_args(TokenMetric))
+
+
+@serialisable
+class TokenMetrics(NamedTuple):
+    """What the option ``metrics`` asks for: one value per token in the shape of target, without gradient, else None.
 
     Attributes:
-        logprobs: log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at ignored tokens.
-        entropy: entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
+        logprobs: the log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at ignored tokens.
+        entropy: the entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
         argmax: the most probable class, int64; -1 at ignored tokens.
     """
 
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+@serialisable
+class LossResult(NamedTuple):
+    """The result of :meth:`FusedLinearLoss.run`.
+
+    Attributes:
+        loss: scalar in float32, or float64 for float64 inputs.
+        logprobs: (S, L) log-probabilities of the targets in nats, without gradient; 0 at ignored tokens and padding.
+        entropy: (S, L) entropies in nats, likewise; None unless ``uses_entropy``.
+        tokens: the metrics that the option ``metrics`` asks for.
+    """
+
+    loss: Tensor
     logprobs: Tensor
-    entropy: Tensor
-    argmax: Tensor
+    entropy: Tensor | None
+    tokens: TokenMetrics
+
+
+class LossOptions(TypedDict, total=False):
+    """Types of the options of every :class:`FusedLinearLoss`, whose constructor has the defaults."""
+
+    ignore_index: int
+    metrics: Sequence[TokenMetric]
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    memory_budget: int | None
+    softcap: float | None
+    temperature: float
+    accumulate_grad_weight: bool
 
 
 def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) -> Tensor:
@@ -65,7 +101,7 @@ def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) 
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss of the log-probabilities of the targets (and of the entropies) under ``hidden @ weight.T + bias``.
+    """A loss of the log-probabilities of the targets (and of the entropies) under ``input @ weight.T + bias``.
 
     A subclass defines ``compute`` in plain PyTorch and calls :meth:`run`. The forward differentiates ``compute`` chunk
     by chunk: the logits of the whole batch are never materialised, and ``torch.compile`` sees one op.
@@ -75,48 +111,58 @@ class FusedLinearLoss(nn.Module):
             A chunk has the logits of as many units as fit the budget, from the forward GEMM to the two backward GEMMs.
             If one unit exceeds the budget, its logits are computed twice.
         uses_entropy: whether ``compute`` reads the entropies.
-        names: the argument names of ``forward`` for the tensors of the projection, for error messages.
 
     Args:
         ignore_index: the target of ignored tokens.
-        temperature: divisor of the logits, positive.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None: no cap.
+        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics per token that ``forward``
+            returns, as :class:`TokenMetrics` defines them. They need no extra pass over the logits.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+        logits_dtype: ``torch.float32`` for logits as exact as IEEE float32 arithmetic makes them, as in
+            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may round them.
         memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
-        observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics. The
-            programs of ``torch.export``, ``torch.jit.trace`` and ``make_fx`` cannot call it, so these raise.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None: no cap.
+        temperature: divisor of the logits, positive.
         accumulate_grad_weight: the backward adds the gradient of the weight to its float32 ``main_grad``, or to its
             ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_logprobs`.
-        logits_dtype: ``torch.float32`` for logits as exact as those of IEEE float32 arithmetic, as in
-            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may round them.
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or an unknown metric.
+
+    Example, of a subclass with a ``forward`` as docs/losses.md writes it::
+
+        loss_function = Reinforce(temperature=0.9, metrics=("entropy",))
+        loss, tokens = loss_function(input, weight, target, advantages=advantages)
 
     Source: the gradient in the forward follows Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
     unit: Literal["token", "sequence", "pair", "batch"] = "token"
     uses_entropy: bool = False
-    names: ClassVar[LayerNames] = LayerNames("hidden")
 
-    @arguments(observe=FUNCTION, accumulate_grad_weight=FLAG, **HEAD)
+    @arguments(metrics=TOKEN_METRICS, accumulate_grad_weight=FLAG, **HEAD)
     def __init__(
-        self, *, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
-        accum_dtype: torch.dtype | None = None, memory_budget: int | None = None,
-        observe: Callable[[TokenStatistics], object] | None = None, logits_dtype: torch.dtype | None = None,
+        self,
+        *,
+        ignore_index: int = -100,
+        metrics: Sequence[TokenMetric] = (),
+        accum_dtype: torch.dtype | None = None,
+        logits_dtype: torch.dtype | None = None,
+        memory_budget: int | None = None,
+        softcap: float | None = None,
+        temperature: float = 1.0,
         accumulate_grad_weight: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_logits_dtype(type(self).__name__, None, None, logits_dtype)
         if self.unit not in UNITS:
             raise ValueError(
                 f"{type(self).__name__}: unit is '{self.unit}', expected one of {', '.join(UNITS)}"
             )
-        self.ignore_index, self.temperature, self.softcap = ignore_index, float(temperature), softcap
-        self.accum_dtype, self.memory_budget, self.observe = accum_dtype, memory_budget, observe
-        self.logits_dtype, self.accumulate_grad_weight = logits_dtype, accumulate_grad_weight
+        self.ignore_index, self.metrics = ignore_index, tuple(metrics)
+        self.accum_dtype, self.logits_dtype, self.memory_budget = accum_dtype, logits_dtype, memory_budget
+        self.softcap, self.temperature = softcap, float(temperature)
+        self.accumulate_grad_weight = accumulate_grad_weight
         self._register()
 
     def _register(self) -> None:
@@ -156,25 +202,28 @@ class FusedLinearLoss(nn.Module):
         return self.compute(rows(logprobs), rows(entropy), **given, **shared)
 
     def batch(
-        self, hidden: Tensor, target: Tensor, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-        max_length: int | None = None, mask_name: str = "mask",
-    ) -> Batch:  # fmt: skip
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+    ) -> Batch:
         """The :class:`Batch` of a call.
 
         Args:
-            hidden: (S, L, H), or packed, (T, H) or (1, T, H).
-            target: the shape of hidden without its last dimension, int64 or int32.
+            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H).
+            target: the shape of input without its last dimension, int64 or int32.
             mask: the shape of target, 0 at tokens to ignore; or None.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
                 length.
-            mask_name: the name of ``mask`` in error messages.
 
         Raises:
             RuntimeError: mismatched shapes, dtypes or devices; an odd number of sequences if ``unit`` is ``"pair"``.
         """
-        batch = Batch(
-            type(self).__name__, hidden, target, mask, cu_seqlens, max_length, self.ignore_index, self.names, mask_name
-        )  # fmt: skip
+        op = type(self).__name__
+        batch = Batch(op, input, target, mask, cu_seqlens, max_length, self.ignore_index)
         if self.unit == "pair" and batch.shape[0] % 2:
             raise RuntimeError(
                 f"{batch.op}: the batch has {batch.shape[0]} sequences, expected an even number: the chosen ones, then "
@@ -193,7 +242,7 @@ class FusedLinearLoss(nn.Module):
             ValueError: ``ref_bias`` without ``ref_weight``.
         """
         if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
-            expected = f"that of {self.names.target}, {tuple(batch.token_shape)}, and a last dimension"
+            expected = f"that of target, {tuple(batch.token_shape)}, and a last dimension"
             raise wrong_shape(batch.op, "ref_input", ref_input, expected)
         if ref_weight is None:
             if ref_bias is not None:
@@ -204,7 +253,7 @@ class FusedLinearLoss(nn.Module):
         if weight.dim() == 2 and ref_weight.shape[0] != weight.shape[0]:
             raise RuntimeError(
                 f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
-                f"{self.names.weight}: both models must have the same vocabulary"
+                "weight: both models must have the same vocabulary"
             )
 
     def reference(
@@ -221,11 +270,11 @@ class FusedLinearLoss(nn.Module):
 
     @torch.no_grad()
     def scored(
-        self, batch: Batch, names: LayerNames, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        self, batch: Batch, names: LayerNames, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
         """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three tensors."""
         logprobs, *_ = logprobs_of_layer(
-            batch.op, names, hidden.flatten(0, -2), weight, batch.target, bias, self.temperature, self.ignore_index,
+            batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self.temperature, self.ignore_index,
             self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
         )  # fmt: skip
         return logprobs.view(batch.token_shape)
@@ -267,7 +316,7 @@ class FusedLinearLoss(nn.Module):
         self, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
         given: Mapping[str, Tensor | None] | None = None, shared: Mapping[str, Tensor | None] | None = None,
         divisor: Callable[[], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> LossResult:  # fmt: skip
         """The loss of a batch.
 
         Args:
@@ -280,8 +329,8 @@ class FusedLinearLoss(nn.Module):
                 loss scale is applied, those of the loss itself would lose bits. None: they are those of the loss.
 
         Returns:
-            (loss, log-probabilities (S, L), entropies (S, L) or None). The loss is a scalar in float32, or float64 for
-            float64 inputs; log-probabilities and entropies have no gradient.
+            A :class:`LossResult`: (loss, log-probabilities (S, L), entropies (S, L) or None, requested metrics of the
+            tokens). Only the loss has a gradient.
 
         Raises:
             RuntimeError: mismatched shapes, dtypes or devices.
@@ -290,13 +339,8 @@ class FusedLinearLoss(nn.Module):
             {name: t for name, t in (tensors or {}).items() if t is not None} for tensors in (given, shared)
         )
         check_budget_variable(self.memory_budget)
-        function, tracer = self._function, recording_tracer()
-        if tracer is not None:
-            if self.observe is not None:
-                raise RuntimeError(
-                    f"{batch.op}: observe is a function under {tracer}, expected None: the traced program would not "
-                    "call it"
-                )
+        function = self._function
+        if recording_tracer() is not None:
             function = portable_name(function)
         sequences = batch.shape[0]
         if self.unit == "token":
@@ -314,31 +358,27 @@ class FusedLinearLoss(nn.Module):
         else:
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             sliced = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in sliced.items()}
-        hidden, float32_logits = batch.hidden, self.logits_dtype is not None
-        parameter = summed_weight(batch.op, self.names.weight, weight, self.accumulate_grad_weight)
+        input, float32_logits = batch.input, self.logits_dtype is not None
+        parameter = summed_weight(batch.op, NAMES_OF_HEAD.weight, weight, self.accumulate_grad_weight)
         if parameter is not None:
             weight = weight.detach()
-        check_logits_dtype(batch.op, self.names.input, hidden, self.logits_dtype)
+        check_logits_dtype(batch.op, NAMES_OF_HEAD.input, input, self.logits_dtype)
         if not float32_logits:
-            hidden, weight, bias = autocast_operands(hidden, weight, bias)
-        check_accum_dtype(batch.op, self.names.input, hidden, self.accum_dtype)
-        check_layer(batch.op, self.names, hidden, weight, bias, batch.target, float32_weight=float32_logits)
-        needs_grad = wants_grad(hidden, weight, bias)
+            input, weight, bias = autocast_operands(input, weight, bias)
+        check_accum_dtype(batch.op, NAMES_OF_HEAD.input, input, self.accum_dtype)
+        check_layer(batch.op, NAMES_OF_HEAD, input, weight, bias, batch.target, float32_weight=float32_logits)
+        needs_grad = wants_grad(input, weight, bias)
         factor = None
         differentiable = any(needs_grad) or parameter is not None
-        if (
-            divisor is not None
-            and differentiable
-            and hidden.dtype == torch.float16
-            and not is_dtensor(hidden)
-        ):
-            factor = whole[FACTOR] = float16_factor(divisor(), hidden.shape[0])
-        with_metrics = self.observe is not None
+        if divisor is not None and differentiable and input.dtype == torch.float16 and not is_dtensor(input):
+            factor = whole[FACTOR] = float16_factor(divisor(), input.shape[0])
+        # Entropies and argmax come together, and entropies also because of uses_entropy.
+        with_metrics = "argmax" in self.metrics or ("entropy" in self.metrics and not self.uses_entropy)
         # AOTInductor passes no empty list; a tensor without a name is not used.
         tensors = [*sliced.values(), *whole.values()] or [batch.target]
         names = f"{','.join(sliced)}|{','.join(whole)}"
         results = fused_linear_loss_forward(
-            hidden, weight, batch.target, bias, tensors, function, names, parts, groups, self.temperature,
+            input, weight, batch.target, bias, tensors, function, names, parts, groups, self.temperature,
             self.ignore_index, self.softcap, self.accum_dtype, self.memory_budget, self.uses_entropy, with_metrics,
             *needs_grad, self.logits_dtype, parameter is not None,
         )  # fmt: skip
@@ -350,10 +390,10 @@ class FusedLinearLoss(nn.Module):
             row_grads = of_logprobs, of_entropy if self.uses_entropy else None
             (loss,) = logprobs_adding_grad_weight(
                 batch.op,
-                self.names,
+                NAMES_OF_HEAD,
                 parameter,
                 (loss,),
-                hidden,
+                input,
                 batch.target,
                 bias,
                 *options,
@@ -363,14 +403,17 @@ class FusedLinearLoss(nn.Module):
             loss = loss / factor
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor
-        if self.observe is not None:
-            self.observe(TokenStatistics(*(t.view(batch.token_shape) for t in (logprobs, entropy, argmax))))
+        found = zip(TokenMetrics._fields, (logprobs, entropy, argmax), strict=True)
+        tokens = TokenMetrics(
+            *(t.view(batch.token_shape) if name in self.metrics else None for name, t in found)
+        )
         logprobs = batch.padded_valid(logprobs.view(batch.token_shape))
         entropy = batch.padded_valid(entropy.view(batch.token_shape)) if self.uses_entropy else None
-        return loss, logprobs, entropy
+        return LossResult(loss, logprobs, entropy, tokens)
 
 
-# Argument names of a reference model, for error messages; its targets are those of the policy.
+# Argument names of a model and of its reference, for error messages; both have the same targets.
+NAMES_OF_HEAD = LayerNames()
 _REFERENCE = LayerNames("ref_input", "ref_weight", "target", "ref_bias")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._core.arguments import (
     DIVISOR,
@@ -30,20 +32,57 @@ from .._core.arguments import (
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
+from .._core.cross_entropy_math import LogProbMetrics
 from .._core.loss_rows import refuse_gradients
 from .._core.memory_budget import check_budget_variable
+from .._core.named_results import serialisable
 from ..ops.divergence import jsd_divergence
 from ..ops.fused_linear_divergence import fused_linear_distillation
+from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import as_scalar
-from .base import check_choice
+from .base import NAMES_OF_HEAD, TOKEN_METRICS, TokenMetric, TokenMetrics, check_choice
+
+
+@serialisable
+class DistillationMetrics(NamedTuple):
+    """Metrics of distillation, without gradients, in float32 (float64 for float64 inputs).
+
+    Attributes:
+        soft_loss: scalar, the distance without its factor ``weight_soft_loss``; None if that is 0.
+        hard_loss: scalar, the cross entropy without its factor ``weight_hard_loss``; None if that is 0.
+        logprobs, entropy, argmax: the :class:`TokenMetrics` of the student at temperature 1 that the option ``metrics``
+            asks for, else None.
+    """
+
+    soft_loss: Tensor | None
+    hard_loss: Tensor | None
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+class DistillationOptions(TypedDict, total=False):
+    """Types of the options of every :class:`DistillationLoss`, whose constructor has the defaults."""
+
+    weight_hard_loss: float
+    weight_soft_loss: float
+    ignore_index: int
+    metrics: Sequence[TokenMetric]
+    accum_dtype: torch.dtype | None
+    memory_budget: int | None
+    temperature: float
 
 
 class _Rows(NamedTuple):
-    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` at ignored tokens, or None."""
+    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` at ignored tokens, or None.
+
+    token_shape: the shape of the tokens as given.
+    """
 
     op: str
-    hidden: Tensor
+    input: Tensor
     target: Tensor | None
+    token_shape: torch.Size
 
 
 class DistillationLoss(nn.Module):
@@ -56,29 +95,37 @@ class DistillationLoss(nn.Module):
     Args:
         weight_hard_loss, weight_soft_loss: factors of cross entropy and of the distance; a term with factor 0 is not
             computed.
-        ignore_index: the label of ignored tokens.
-        temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The distance is
-            not multiplied by the square of the temperature.
-        return_soft_hard_loss: ``forward`` returns (loss, distance, cross entropy), the last two without their factors
-            and without gradients.
+        ignore_index: the target of ignored tokens.
+        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics of the student's tokens that
+            ``forward`` returns. They cost one more GEMM of the student's head.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by default
             512 MiB.
+        temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The distance is
+            not multiplied by the square of the temperature.
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option is out of range, or both factors are 0.
+        ValueError: an option is out of range, an unknown metric, or both factors are 0.
+
+    Example, of a derived class::
+
+        loss_function = liger.losses.FusedLinearJSDLoss(weight_hard_loss=0.2, weight_soft_loss=0.8, temperature=2.0)
+        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
     """
 
-    @arguments(
-        weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, return_soft_hard_loss=FLAG,
-        **HEAD,
-    )  # fmt: skip
+    @arguments(weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, metrics=TOKEN_METRICS, **HEAD)
     def __init__(
-        self, *, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, ignore_index: int = -100,
-        temperature: float = 1.0, return_soft_hard_loss: bool = False, accum_dtype: torch.dtype | None = None,
+        self,
+        *,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        ignore_index: int = -100,
+        metrics: Sequence[TokenMetric] = (),
+        accum_dtype: torch.dtype | None = None,
         memory_budget: int | None = None,
-    ) -> None:  # fmt: skip
+        temperature: float = 1.0,
+    ) -> None:
         super().__init__()
         if not weight_hard_loss + weight_soft_loss > 0.0:
             raise ValueError(
@@ -86,57 +133,77 @@ class DistillationLoss(nn.Module):
                 "not both 0"
             )
         self.weight_hard_loss, self.weight_soft_loss = float(weight_hard_loss), float(weight_soft_loss)
-        self.ignore_index, self.temperature = ignore_index, float(temperature)
-        self.return_soft_hard_loss = return_soft_hard_loss
+        self.ignore_index, self.metrics = ignore_index, tuple(metrics)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
+        self.temperature = float(temperature)
 
     def distance(self) -> tuple[str, float, float]:
         """(divergence, beta, factor): the first two as ``liger::fused_linear_divergence_forward`` takes them."""
         raise NotImplementedError(f"{type(self).__name__} defines no distance")
 
-    def _rows(self, hidden, labels, mask):
-        op = type(self).__name__
-        if hidden.dim() < 2:
+    def _rows(self, input, target, mask):
+        op, token_shape = type(self).__name__, input.shape[:-1]
+        if input.dim() < 2:
             expected = "(..., hidden) with at least one dimension of tokens"
-            raise wrong_shape(op, "student_input", hidden, expected)
-        for name, tensor in (("true_labels", labels), ("mask", mask)):
+            raise wrong_shape(op, "input", input, expected)
+        for name, tensor in (("target", target), ("mask", mask)):
             if tensor is not None:
-                check_shape(
-                    op, name, tensor, hidden.shape[:-1], "that of student_input without its last dimension"
-                )
-                check_device(op, name, tensor, "student_input", hidden)
+                check_shape(op, name, tensor, token_shape, "that of input without its last dimension")
+                check_device(op, name, tensor, "input", input)
                 if tensor.is_complex():
                     raise wrong_dtype(op, name, tensor, "a real one")
-        if labels is not None:
-            check_ignore_index(op, "true_labels", labels, self.ignore_index)
-        if labels is None:
-            if self.weight_hard_loss:
-                raise ValueError(
-                    f"{op}: no true_labels, expected them for the cross entropy, as weight_hard_loss is "
-                    f"{self.weight_hard_loss}"
-                )
+        if target is not None:
+            check_ignore_index(op, "target", target, self.ignore_index)
+        if target is None:
+            for wanted, what in (
+                (self.weight_hard_loss, f"the cross entropy, as weight_hard_loss is {self.weight_hard_loss}"),
+                ("logprobs" in self.metrics, "the metric 'logprobs'"),
+            ):
+                if wanted:
+                    raise ValueError(f"{op}: no target, expected one for {what}")
             if mask is not None:
-                # Any class except ignore_index.
-                labels = mask.new_full(mask.shape, int(self.ignore_index == 0), dtype=torch.int64)
+                target = mask.new_full(mask.shape, self._any_class, dtype=torch.int64)
         if mask is not None:
-            labels = torch.where(mask != 0, labels, self.ignore_index)
-        return _Rows(op, hidden.flatten(0, -2), None if labels is None else labels.flatten())
+            target = torch.where(mask != 0, target, self.ignore_index)
+        return _Rows(op, input.flatten(0, -2), None if target is None else target.flatten(), token_shape)
 
-    def _flatten_teacher(self, rows, hidden, name, teacher):
+    @property
+    def _any_class(self):
+        """A target for tokens without one, which no result reads."""
+        return int(self.ignore_index == 0)
+
+    def _flatten_teacher(self, rows, input, name, teacher):
         """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
-        if teacher.dim() == 0 or teacher.shape[:-1] != hidden.shape[:-1]:
+        if teacher.dim() == 0 or teacher.shape[:-1] != rows.token_shape:
             raise RuntimeError(
-                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of student_input, "
-                f"{tuple(hidden.shape)}, but for the last dimension"
+                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of input, "
+                f"{tuple(input.shape)}, but for the last dimension"
             )
-        check_device(rows.op, name, teacher, "student_input", hidden)
+        check_device(rows.op, name, teacher, "input", input)
         refuse_gradients(rows.op, **{name: teacher})
         return teacher.flatten(0, -2)
 
-    def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
+    @torch.no_grad()
+    def _token_metrics(self, rows, weight, bias):
+        if not self.metrics:
+            return TokenMetrics()
+        target = rows.target
+        if target is None:
+            target = rows.input.new_full(rows.input.shape[:1], self._any_class, dtype=torch.int64)
+        found = logprobs_of_layer(
+            rows.op, NAMES_OF_HEAD, rows.input, weight, target, bias, 1.0, self.ignore_index, None, self.memory_budget,
+            LogProbMetrics.named(self.metrics),
+        )  # fmt: skip
+        tokens = zip(TokenMetrics._fields, found, strict=False)
+        return TokenMetrics(
+            *(t.view(rows.token_shape) if name in self.metrics else None for name, t in tokens)
+        )
+
+    def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
+        tokens = self._token_metrics(rows, weight, bias)
         # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast them.
-        hidden, weight, bias, *heads = autocast_operands(
-            rows.hidden,
+        input, weight, bias, *heads = autocast_operands(
+            rows.input,
             weight,
             bias,
             None if teacher_weight is None else teacher,
@@ -144,11 +211,11 @@ class DistillationLoss(nn.Module):
             teacher_bias,
         )
         teacher = teacher if heads[0] is None else heads[0]
-        check_accum_dtype(rows.op, _STUDENT.input, hidden, self.accum_dtype)
-        check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
-        # The op checks classes too, but does not know the names of these arguments.
+        check_accum_dtype(rows.op, NAMES_OF_HEAD.input, input, self.accum_dtype)
+        check_layer(rows.op, NAMES_OF_HEAD, input, weight, bias, rows.target)
+        # The op checks classes too, but does not know the name of the loss.
         if rows.target is not None and self.weight_hard_loss:
-            check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
+            check_given_classes(rows.op, "target", rows.target, weight.shape[0], self.ignore_index)
         if indices is not None:
             # Padding of a row has no class, and an ignored row has none that counts.
             known = teacher > -torch.inf
@@ -157,90 +224,105 @@ class DistillationLoss(nn.Module):
             present = torch.where(known, indices, 0)
             check_given_classes(rows.op, "teacher_indices", present, weight.shape[0])
         elif teacher_weight is None:
-            check_floating(rows.op, _TEACHER.input, teacher)
+            check_floating(rows.op, "teacher_logits", teacher)
         else:
             check_layer(rows.op, _TEACHER, teacher, *heads[1:])
-            check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
-        if num_items_in_batch is not None:
-            divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)
+            check_like(rows.op, _TEACHER.input, teacher, NAMES_OF_HEAD.input, input)
+        if denominator is not None:
+            divisor = as_scalar("denominator", denominator, rows)
         elif rows.target is None:
-            divisor = as_scalar("num_items_in_batch", max(hidden.shape[0], 1), rows)
+            divisor = as_scalar("denominator", max(input.shape[0], 1), rows)
         else:
             divisor = (rows.target != self.ignore_index).sum().clamp_min(1)
-        row_weight = divisor.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
+        row_weight = divisor.to(torch.promote_types(input.dtype, torch.float32)).reciprocal()
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
         loss, *terms = fused_linear_distillation(
-            rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2], row_weight, divergence,
+            rows.op, input, weight, teacher, heads[1], indices, rows.target, bias, heads[2], row_weight, divergence,
             beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss, self.ignore_index, False,
             self.accum_dtype, self.memory_budget,
         )  # fmt: skip
-        if not self.return_soft_hard_loss:
-            return loss
-        return loss, *(
-            term.sum() / (weight or 1.0)
-            for term, weight in zip(terms, (self.weight_soft_loss, self.weight_hard_loss), strict=True)
+        factors = self.weight_soft_loss, self.weight_hard_loss
+        soft, hard = (
+            term.sum() / factor if factor else None for term, factor in zip(terms, factors, strict=True)
         )
+        return loss, DistillationMetrics(soft, hard, *tokens)
 
 
-_STUDENT = LayerNames("student_input", "student_weight", "true_labels", "student_bias")
 _TEACHER = LayerNames("teacher_input", "teacher_weight", bias="teacher_bias")
 
 
 class _TwoHeadLoss(DistillationLoss):
-    @arguments(num_items_in_batch=DIVISOR)
+    @arguments(denominator=DIVISOR)
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor | None = None, true_labels: Tensor | None = None, student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None, *, mask: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The loss of a batch.
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        teacher_input: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        teacher_logits: Tensor | None = None,
+        denominator: float | Tensor | None = None,
+    ) -> tuple[Tensor, DistillationMetrics]:
+        """The loss of a batch, and its metrics.
 
         Args:
-            student_input: (..., H) hidden states, (B, L, H) or packed, (T, H); float16, bfloat16, float32 or float64.
-            student_weight: (V, H), the dtype of student_input, as student_bias, teacher_bias and teacher_weight.
-            teacher_input: (..., Ht) hidden states of the teacher in that dtype, of any hidden size; or, without
-                ``teacher_weight``, its logits (..., V) in any floating dtype.
-            teacher_weight: (V, Ht) or None.
-            true_labels: (...), int64 or int32: the class that each hidden state predicts; None if ``weight_hard_loss``
-                is 0.
-            student_bias, teacher_bias: (V,) or None.
+            input: (..., H) hidden states of the student, (B, L, H) or packed, (T, H); float16, bfloat16, float32 or
+                float64.
+            weight: (V, H), the dtype of input, as bias, teacher_input, teacher_weight and teacher_bias.
+            target: (...), int64 or int32: the class that each hidden state predicts; None if ``weight_hard_loss`` is 0.
+            bias: (V,) or None.
             mask: (...), 0 at tokens to ignore.
-            num_items_in_batch: the divisor of both sums, a number or a tensor with one element; None means the number
-                of valid tokens.
+            teacher_input: (..., Ht) hidden states of the teacher, of any hidden size.
+            teacher_weight: (V, Ht).
+            teacher_bias: (V,) or None.
+            teacher_logits: (..., V) in any floating dtype, the logits of the teacher or its log-probabilities (for the
+                cosine the logits), instead of ``teacher_input`` and ``teacher_weight``.
+            denominator: the divisor of both sums, a number or a tensor with one element; None means the number of valid
+                tokens.
 
         Returns:
-            The loss, a scalar in float32 (float64 for float64 inputs); with ``return_soft_hard_loss`` (loss, distance,
-            cross entropy). 0 if all tokens are ignored.
+            (loss, :class:`DistillationMetrics`); the loss is a scalar in float32 (float64 for float64 inputs), 0 if all
+            tokens are ignored.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: no labels for the cross entropy.
-            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a label that is not a class; a
-                tensor of the teacher that requires grad.
+            ValueError: no target for the cross entropy; no teacher, or one that is given twice or in part.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a target that is not a class;
+                a tensor of the teacher that requires grad.
         """
-        rows = self._rows(student_input, true_labels, mask)
-        teacher = self._flatten_teacher(rows, student_input, "teacher_input", teacher_input)
-        if teacher_weight is not None and teacher_weight.dim() != 2:
-            raise wrong_shape(rows.op, "teacher_weight", teacher_weight, "(vocab, hidden)")
-        classes = teacher_input.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
-        if student_weight.dim() == 2 and classes != student_weight.shape[0]:
-            what = "teacher_input, without teacher_weight," if teacher_weight is None else "teacher_weight"
-            raise RuntimeError(
-                f"{rows.op}: {what} has {classes} classes, expected {student_weight.shape[0]}, those of "
-                "student_weight: both models must have the same vocabulary (classes that only pad one can be cut off)"
+        rows = self._rows(input, target, mask)
+        parts = {
+            "teacher_input": teacher_input,
+            "teacher_weight": teacher_weight,
+            "teacher_bias": teacher_bias,
+        }
+        given = [name for name, tensor in parts.items() if tensor is not None]
+        if teacher_logits is not None:
+            if given:
+                raise ValueError(f"{rows.op}: {given[0]} and teacher_logits were given, expected one teacher")
+            teacher = self._flatten_teacher(rows, input, "teacher_logits", teacher_logits)
+            name, classes = "teacher_logits", teacher.shape[-1]
+        elif teacher_input is not None and teacher_weight is not None:
+            teacher = self._flatten_teacher(rows, input, "teacher_input", teacher_input)
+            if teacher_weight.dim() != 2:
+                raise wrong_shape(rows.op, "teacher_weight", teacher_weight, "(vocab, hidden)")
+            name, classes = "teacher_weight", teacher_weight.shape[0]
+        else:
+            raise ValueError(
+                f"{rows.op}: {' and '.join(given) or 'no teacher'} was given, expected teacher_input and "
+                "teacher_weight, or teacher_logits"
             )
-        return self._run(
-            rows,
-            student_weight,
-            teacher,
-            teacher_weight,
-            None,
-            student_bias,
-            teacher_bias,
-            num_items_in_batch,
-        )
+        if weight.dim() == 2 and classes != weight.shape[0]:
+            raise RuntimeError(
+                f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, those of weight: both models "
+                "must have the same vocabulary (classes that only pad one can be cut off)"
+            )
+        return self._run(rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator)
 
 
 class FusedLinearJSDLoss(_TwoHeadLoss):
@@ -254,10 +336,15 @@ class FusedLinearJSDLoss(_TwoHeadLoss):
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta outside [0, 1].
 
     Source: Agarwal et al., "GKD", arXiv 2306.13649.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearJSDLoss(beta=0.5)
+        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
     """
 
     @arguments(beta=FRACTION)
-    def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
+    def __init__(self, *, beta: float = 0.5, **options: Unpack[DistillationOptions]) -> None:
         super().__init__(**options)
         self.beta = float(beta)
 
@@ -276,10 +363,15 @@ class FusedLinearKLDivLoss(_TwoHeadLoss):
         TypeError, ValueError: as :class:`DistillationLoss`.
 
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse as in Gu et al., "MiniLLM", arXiv 2306.08543.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearKLDivLoss(weight_hard_loss=0.0)
+        loss, metrics = loss_function(input, head.weight, mask=mask, teacher_logits=teacher_logits)
     """
 
     @arguments(reverse=FLAG)
-    def __init__(self, *, reverse: bool = False, **options: Any) -> None:
+    def __init__(self, *, reverse: bool = False, **options: Unpack[DistillationOptions]) -> None:
         super().__init__(**options)
         self.reverse = reverse
 
@@ -299,10 +391,15 @@ class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
 
     Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes. Its gradient has a factor of ``1 / |s|``: in float16,
     whose gradients of logits are scaled, it overflows to infinity or NaN where ``|s|`` is below 2^-7.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearCosineSimilarityLoss(beta=0.5)
+        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
     """
 
     @arguments(beta=POSITIVE)
-    def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
+    def __init__(self, *, beta: float = 0.5, **options: Unpack[DistillationOptions]) -> None:
         super().__init__(**options)
         self.beta = float(beta)
 
@@ -331,30 +428,41 @@ class FusedLinearTopKLoss(DistillationLoss):
 
     Formula: with q the student and p the teacher, ``sum over the k classes of p * (log p - log q)``, plus
     ``p_rest * (log p_rest - log q_rest)`` for ``"tail"``; p_rest and q_rest are 1 minus the sums over the k classes.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearTopKLoss(rest="tail")
+        loss, metrics = loss_function(input, head.weight, target, teacher_logprobs=logprobs, teacher_indices=indices)
     """
 
     @arguments(rest=TEXT)
-    def __init__(self, *, rest: Rest = "tail", **options: Any) -> None:
+    def __init__(self, *, rest: Rest = "tail", **options: Unpack[DistillationOptions]) -> None:
         super().__init__(**options)
         self.rest = check_choice(self, "rest", rest, get_args(Rest))
 
     def distance(self) -> tuple[str, float, float]:
         return _DIVERGENCES[self.rest], 0.5, 1.0
 
-    @arguments(num_items_in_batch=DIVISOR)
+    @arguments(denominator=DIVISOR)
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_logprobs: Tensor, teacher_indices: Tensor,
-        true_labels: Tensor | None = None, student_bias: Tensor | None = None, *, mask: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The loss of a batch.
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        teacher_logprobs: Tensor,
+        teacher_indices: Tensor,
+        mask: Tensor | None = None,
+        denominator: float | Tensor | None = None,
+    ) -> tuple[Tensor, DistillationMetrics]:
+        """The loss of a batch, and its metrics.
 
         Args:
+            input, weight, target, bias, mask, denominator: as in :meth:`FusedLinearJSDLoss.forward`.
             teacher_logprobs: (..., k), any floating dtype, in nats. Rows with fewer classes are padded with -inf; a row
                 of -inf only has distance 0.
             teacher_indices: (..., k), int64 or int32, the class of each; distinct within a row, except for padding.
-            student_input, student_weight, true_labels, student_bias, mask, num_items_in_batch: as in
-                :meth:`FusedLinearJSDLoss.forward`.
 
         Returns:
             As :meth:`FusedLinearJSDLoss.forward`.
@@ -363,9 +471,9 @@ class FusedLinearTopKLoss(DistillationLoss):
             TypeError, ValueError, RuntimeError: as :meth:`FusedLinearJSDLoss.forward`; RuntimeError also for an index
                 that is not a class, on the CPU.
         """
-        rows = self._rows(student_input, true_labels, mask)
+        rows = self._rows(input, target, mask)
         logprobs, indices = (
-            self._flatten_teacher(rows, student_input, name, tensor)
+            self._flatten_teacher(rows, input, name, tensor)
             for name, tensor in (("teacher_logprobs", teacher_logprobs), ("teacher_indices", teacher_indices))
         )
         check_floating(rows.op, "teacher_logprobs", teacher_logprobs)
@@ -375,6 +483,4 @@ class FusedLinearTopKLoss(DistillationLoss):
         check_shape(
             rows.op, "teacher_indices", teacher_indices, teacher_logprobs.shape, "that of teacher_logprobs"
         )
-        return self._run(
-            rows, student_weight, logprobs, None, indices, student_bias, None, num_items_in_batch
-        )
+        return self._run(rows, weight, logprobs, None, indices, bias, None, denominator)

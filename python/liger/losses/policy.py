@@ -7,10 +7,11 @@ alone, and a chunk is any number of tokens. With importance weights per sequence
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core.arguments import (
     COUNT,
@@ -21,12 +22,11 @@ from .._core.arguments import (
     NOT_NEGATIVE,
     POSITIVE,
     TEXT,
-    LayerNames,
     arguments,
 )
 from .._core.named_results import serialisable
 from ._batch import as_scalar, sigmoid, where_scalar
-from .base import FusedLinearLoss, check_choice
+from .base import FusedLinearLoss, LossOptions, check_choice
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
@@ -52,16 +52,36 @@ class PolicyMetrics(NamedTuple):
     Attributes:
         kl: scalar, the mean KL divergence from the reference in nats, with ``use_bias_correction_kl`` times the
             importance weights, as in the loss; None without a reference.
-        logprobs: (S, L) log-probabilities of the tokens in nats; 0 at ignored tokens.
-        entropy: scalar, the mean entropy in nats; None if ``entropy_coef`` is 0.
+        mean_entropy: scalar, in nats; None if ``entropy_coef`` is 0.
         clip_ratio: scalar, the fraction of tokens whose importance weight is clipped by ``epsilon_low`` and
             ``epsilon_high``, not by ``delta``; 0 with sapo and vespo, which do not clip.
+        logprobs, entropy, argmax: the :class:`TokenMetrics`, per token in the shape of target. ``logprobs`` is always
+            there, the others are None unless the option ``metrics`` asks for them.
     """
 
     kl: Tensor | None
-    logprobs: Tensor
-    entropy: Tensor | None
+    mean_entropy: Tensor | None
     clip_ratio: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+class PolicyOptions(LossOptions, total=False):
+    """Types of the options that all policy losses share. :class:`FusedLinearGRPOLoss` has their defaults."""
+
+    use_ref_model: bool
+    max_completion_length: int | None
+    importance_sampling_level: ImportanceSamplingLevel
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    delta: float | None
+    use_bias_correction_kl: bool
+    entropy_coef: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
 
 
 class FusedLinearGRPOLoss(FusedLinearLoss):
@@ -74,7 +94,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             ``epsilon_high`` is their upper bound.
         loss_type: ``"grpo"`` (arXiv 2402.03300: mean over the tokens of a sequence, then over sequences), ``"bnpo"``
             (mean over all tokens), ``"dr_grpo"`` (2503.20783: over ``max_completion_length``), ``"dapo"`` (2503.14476:
-            over ``num_items_in_batch``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"luspo"`` (2602.05261:
+            over ``denominator``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"luspo"`` (2602.05261:
             sum over the tokens of a sequence, mean over sequences) and ``"vespo"`` (2602.10693: a gamma weight of the
             sequence; not with ``importance_sampling_level="sequence"``).
         max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch, or, packed,
@@ -83,38 +103,53 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and for all other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of vespo, exponent and rate of the gamma weight,
             for advantages of at least 0 and for negative ones.
-        temperature: the sampling temperature, a divisor of the logits.
         delta: upper bound of the unclipped importance weights (two-sided clipping); None: no bound.
         use_bias_correction_kl: multiplies the divergence by the importance weight.
         entropy_coef: factor of the mean entropy, which is subtracted from the loss. The mean is over the valid tokens
-            of a call for every loss type, whatever ``num_items_in_batch`` is: with micro-batches, divide the factor by
+            of a call for every loss type, whatever ``denominator`` is: with micro-batches, divide the factor by
             their number.
-        options: those of :class:`liger.losses.FusedLinearLoss`.
+        options: those of :class:`FusedLinearLoss`; ``temperature`` is the sampling temperature.
 
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an unknown loss type or level, or an option out of range.
 
     Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, equation 3; the variants as named above.
-    """
 
-    names = LayerNames("_input", "lin_weight", "selected_token_ids")
+    Example::
+
+        loss_function = liger.losses.FusedLinearGRPOLoss(beta=0.0, temperature=0.9)
+        loss, metrics = loss_function(input, head.weight, target, advantages=advantages, mask=completion_mask)
+    """
 
     @arguments(
         beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
         loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
-        sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
-        entropy_coef=FINITE, vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
+        sapo_temperature_neg=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG, entropy_coef=FINITE,
+        vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
         vespo_lambda_neg=NOT_NEGATIVE, used_by=_USED_BY,
     )  # fmt: skip
     def __init__(
-        self, *, beta: float = 0.04, use_ref_model: bool = True, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
-        loss_type: GRPOLossType = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: ImportanceSamplingLevel = "token", sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05, temperature: float = 1.0, delta: float | None = None,
-        use_bias_correction_kl: bool = False, entropy_coef: float = 0.0, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        beta: float = 0.04,
+        use_ref_model: bool = True,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: GRPOLossType = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: ImportanceSamplingLevel = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        entropy_coef: float = 0.0,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        **options: Unpack[LossOptions],
+    ) -> None:
         levels = get_args(ImportanceSamplingLevel)
         self.level = check_choice(self, "importance_sampling_level", importance_sampling_level, levels)
         self.loss_type = check_choice(self, "loss_type", loss_type, GRPO_LOSS_TYPES)
@@ -126,7 +161,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         # The weights of vespo depend on all tokens of a sequence.
         self.unit = "sequence" if loss_type == "vespo" else self.level
         self.uses_entropy = entropy_coef != 0.0
-        super().__init__(temperature=temperature, **options)
+        super().__init__(**options)
+        # The metrics have the log-probabilities in any case.
+        self.metrics = tuple(dict.fromkeys(("logprobs", *self.metrics)))
         self.beta = beta if use_ref_model else 0.0
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.use_bias_correction_kl = (
@@ -198,14 +235,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             return losses
         return losses - self.entropy_coef * torch.where(mask, entropy, 0.0) / tokens
 
-    def _weights(self, batch, num_items_in_batch):
+    def _weights(self, batch, denominator):
         """(S,) weight of the loss of each token of a sequence."""
         lengths = batch.lengths()
         sequences = batch.shape[0]
         count = max(sequences, 1)
         items = None
-        if num_items_in_batch is not None:
-            items = as_scalar("num_items_in_batch", num_items_in_batch, batch)
+        if denominator is not None:
+            items = as_scalar("denominator", denominator, batch)
             # No items: the sum is 0, too.
             items = torch.where(items > 0, items, 1.0)
         if self.loss_type in ("grpo", "sapo", "luspo"):
@@ -240,37 +277,47 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             return tensor.unsqueeze(-1)
         return self._per_sequence(batch, tensor)
 
-    @arguments(optional=("attention_mask",), num_items_in_batch=ITEMS, max_length=INTEGER)
+    @arguments(denominator=ITEMS, max_length=INTEGER)
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor | None,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None, *, cu_seqlens: Tensor | None = None,
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         max_length: int | None = None,
-    ) -> tuple[Tensor, PolicyMetrics]:  # fmt: skip
+        denominator: float | Tensor | None = None,
+    ) -> tuple[Tensor, PolicyMetrics]:
         """The loss of sampled answers, and its metrics.
 
         Args:
-            _input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
-                same dtype for lin_weight and bias.
-            lin_weight: (V, H).
-            selected_token_ids: (S, L), (T,) or (1, T), int64 or int32: the sampled tokens.
-            attention_mask: the shape of selected_token_ids, 0 at tokens to ignore; None: only tokens equal to
-                ``ignore_index`` are ignored.
-            advantages: (S,), or the shape of selected_token_ids.
+            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
+                same dtype for weight and bias.
+            weight: (V, H).
+            target: (S, L), (T,) or (1, T), int64 or int32: the sampled tokens.
             bias: (V,) or None.
-            ref_per_token_logps: log-probabilities of the reference model, in the shape of selected_token_ids.
+            advantages: (S,), or the shape of target.
+            mask: the shape of target, 0 at tokens to ignore; None: only tokens equal to ``ignore_index`` are ignored.
+            ref_per_token_logps: log-probabilities of the reference model, in the shape of target.
             old_per_token_logps: log-probabilities of the policy that sampled the answers, in the same shape; None means
                 that the policy has not changed since.
             ref_input, ref_weight, ref_bias: the reference model, instead of its log-probabilities. It costs one GEMM.
-            vllm_is_ratio: (S,), (S, 1) or the shape of selected_token_ids: factors of the loss that correct for
-                different probabilities of the sampler.
-            num_items_in_batch: the divisor of the sum, a number or a tensor with one element; None means the number of
-                valid tokens (of sequences for grpo, sapo and luspo). Without effect for dr_grpo. If gradients are
-                averaged over processes, pass the global number over the number of processes.
+            vllm_is_ratio: (S,), (S, 1) or the shape of target: factors of the loss that correct for different
+                probabilities of the sampler.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
                 length.
+            denominator: the divisor of the sum, a number or a tensor with one element; None means the number of valid
+                tokens (of sequences for grpo, sapo and luspo). Without effect for dr_grpo. If gradients are averaged
+                over processes, pass the global number over the number of processes.
 
         Returns:
             (loss, :class:`PolicyMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
@@ -280,14 +327,11 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             ValueError: no reference although beta is not 0.
             RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
         """
-        batch = self.batch(
-            _input, selected_token_ids, mask=attention_mask, cu_seqlens=cu_seqlens, max_length=max_length,
-            mask_name="attention_mask",
-        )  # fmt: skip
+        batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         batch.check("advantages", advantages, batch.shape[:1], batch.token_shape)
         if ref_per_token_logps is not None:
             batch.check("ref_per_token_logps", ref_per_token_logps, batch.token_shape)
-        self.check_reference(batch, lin_weight, ref_input, ref_weight, ref_bias)
+        self.check_reference(batch, weight, ref_input, ref_weight, ref_bias)
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
@@ -295,12 +339,12 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
                 raise ValueError(
                     f"{batch.op}: no reference: pass ref_per_token_logps, or ref_input and ref_weight, or beta=0"
                 )
-            ref_per_token_logps = self.reference(batch, lin_weight, ref_input, ref_weight, ref_bias)
+            ref_per_token_logps = self.reference(batch, weight, ref_input, ref_weight, ref_bias)
         if vllm_is_ratio is not None:
             batch.check(
                 "vllm_is_ratio", vllm_is_ratio, batch.token_shape, batch.shape[:1], (batch.shape[0], 1)
             )
-        weights = self._weights(batch, num_items_in_batch)
+        weights = self._weights(batch, denominator)
         given = {
             "weight": self._per_sequence(batch, weights),
             "mask": batch.target != self.ignore_index if self.unit == "token" else batch.valid,
@@ -312,15 +356,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         shared = {}
         if self.uses_entropy:
             shared["tokens"] = batch.lengths().sum().clamp_min(1)
-        loss, logprobs, entropy = self.run(
-            batch, lin_weight, bias, given=given, shared=shared,
+        result = self.run(
+            batch, weight, bias, given=given, shared=shared,
             divisor=(lambda: weights.amax().reciprocal()) if batch.shape[0] else None,
         )  # fmt: skip
-        return loss, self._metrics(
-            batch, logprobs, entropy, advantages, old_per_token_logps, ref_per_token_logps
-        )
+        return result.loss, self._metrics(batch, result, advantages, old_per_token_logps, ref_per_token_logps)
 
-    def _metrics(self, batch, logprobs, entropy, advantages, old, ref):
+    def _metrics(self, batch, result, advantages, old, ref):
+        _, logprobs, entropy, tokens = result
         count = batch.lengths().sum().clamp_min(1)
 
         def mean(x):
@@ -341,12 +384,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         if ref is not None:
             kl = self._kl(logprobs, batch.padded_valid(ref))
             kl = mean(kl * ratio if self.use_bias_correction_kl else kl)
-        return PolicyMetrics(
-            kl,
-            logprobs,
-            None if entropy is None else mean(entropy),
-            mean(clipped.to(logprobs.dtype)),
-        )
+        mean_entropy = None if entropy is None else mean(entropy)
+        return PolicyMetrics(kl, mean_entropy, mean(clipped.to(logprobs.dtype)), *tokens)
 
 
 class FusedLinearPPOLoss(FusedLinearGRPOLoss):
@@ -362,6 +401,11 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
         TypeError, ValueError: as :class:`FusedLinearGRPOLoss`.
 
     Source: Schulman et al., arXiv 1707.06347, equation 7.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearPPOLoss(entropy_coef=0.01)
+        loss, metrics = loss_function(input, head.weight, target, advantages=advantages, old_per_token_logps=logps)
     """
 
     @arguments(
@@ -369,6 +413,11 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
         used_by={"epsilon": _USED_BY["epsilon_high"]},
     )  # fmt: skip
     def __init__(
-        self, *, epsilon: float = 0.2, beta: float = 0.0, loss_type: GRPOLossType = "bnpo", **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        epsilon: float = 0.2,
+        beta: float = 0.0,
+        loss_type: GRPOLossType = "bnpo",
+        **options: Unpack[PolicyOptions],
+    ) -> None:
         super().__init__(beta=beta, epsilon_low=epsilon, epsilon_high=epsilon, loss_type=loss_type, **options)

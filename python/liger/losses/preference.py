@@ -5,11 +5,12 @@ A batch has all chosen sequences, then all rejected ones in the same order. docs
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core.arguments import (
     DIVISOR,
@@ -20,7 +21,6 @@ from .._core.arguments import (
     NOT_NEGATIVE,
     POSITIVE,
     TEXT,
-    LayerNames,
     arguments,
     check,
     check_given_classes,
@@ -29,7 +29,7 @@ from .._core.arguments import (
 from .._core.named_results import serialisable
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores, sigmoid
-from .base import FusedLinearLoss, check_choice
+from .base import FusedLinearLoss, LossOptions, check_choice
 
 
 @serialisable
@@ -41,6 +41,8 @@ class PreferenceMetrics(NamedTuple):
         chosen_logps, rejected_logps: (pairs,) log-probabilities of the sequences in nats: sums over their tokens, or
             means with ``average_log_prob``.
         chosen_rewards, rejected_rewards: (pairs,) ``beta`` times the difference to the reference's log-probabilities.
+        logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None. With
+            ``nll_mask`` or ``nll_target`` they include the tokens that only the likelihood term reads, with its target.
     """
 
     nll_loss: Tensor | None
@@ -48,6 +50,9 @@ class PreferenceMetrics(NamedTuple):
     rejected_logps: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 class PreferenceLoss(FusedLinearLoss):
@@ -66,19 +71,29 @@ class PreferenceLoss(FusedLinearLoss):
 
     Raises:
         TypeError, ValueError: as :class:`FusedLinearLoss`.
+
+    Example, of a subclass as docs/losses.md writes it::
+
+        loss_function = MarginLoss(beta=0.5)
+        loss, metrics = loss_function(input, head.weight, target, head.bias)
     """
 
     unit = "pair"
-    names = LayerNames("_input", "lin_weight")
 
     @arguments(
         beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
         use_ref_model=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False, average_log_prob: bool = False,
-        use_ref_model: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        average_log_prob: bool = False,
+        use_ref_model: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> None:
         super().__init__(**options)
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
         self.average_log_prob, self.use_ref_model = average_log_prob, use_ref_model
@@ -102,21 +117,35 @@ class PreferenceLoss(FusedLinearLoss):
             return terms
         return terms - self.alpha * (logprobs[0] * nll_mask[0]).sum(-1) / nll_tokens
 
-    @arguments(num_items_in_batch=DIVISOR, num_nll_tokens=DIVISOR, max_length=INTEGER)
+    @arguments(denominator=DIVISOR, nll_denominator=DIVISOR, max_length=INTEGER)
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
-        ref_logps: Tensor | None = None, nll_target: Tensor | None = None, nll_mask: Tensor | None = None,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_length: int | None = None,
-        num_items_in_batch: float | Tensor | None = None, num_nll_tokens: float | Tensor | None = None,
-    ) -> tuple[Tensor, PreferenceMetrics]:  # fmt: skip
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        nll_target: Tensor | None = None,
+        nll_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+        denominator: float | Tensor | None = None,
+        nll_denominator: float | Tensor | None = None,
+    ) -> tuple[Tensor, PreferenceMetrics]:
         """The loss of a batch of pairs, and its metrics.
 
         Args:
-            lin_weight: (V, H), float16, bfloat16, float32 or float64; the same dtype for _input and bias.
-            _input: (2 * pairs, L, H) hidden states, the chosen sequences first; or packed, (T, H) or (1, T, H).
+            input: (2 * pairs, L, H) hidden states, the chosen sequences first; or packed, (T, H) or (1, T, H); float16,
+                bfloat16, float32 or float64, the same dtype for weight and bias.
+            weight: (V, H).
             target: (2 * pairs, L), or (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
             bias: (V,) or None.
+            mask: the shape of target, 0 at tokens to ignore.
             ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
             ref_logps: instead of these, log-probabilities of the reference: per token in the shape of target, or sums
                 per sequence, (2 * pairs,).
@@ -125,14 +154,13 @@ class PreferenceLoss(FusedLinearLoss):
             nll_mask: instead of ``nll_target``, if the likelihood term has the same targets but other valid tokens
                 (prompts, for example): the shape of target, 0 at tokens to ignore in that term. ``mask`` does not apply
                 to it.
-            mask: the shape of target, 0 at tokens to ignore.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (2 * pairs + 1,), int32 or int64, and the
                 longest length.
-            num_items_in_batch: the divisor of the sum over pairs, a number or a tensor with one element; None means the
-                number of pairs. For micro-batches, pass the number of pairs of all of them; if gradients are averaged
-                over processes, the global number over the number of processes.
-            num_nll_tokens: the same of the likelihood term, whose sum is over tokens of chosen sequences; None means
-                the number of those that are valid.
+            denominator: the divisor of the sum over pairs, a number or a tensor with one element; None means the number
+                of pairs. For micro-batches, pass the number of pairs of all of them; if gradients are averaged over
+                processes, the global number over the number of processes.
+            nll_denominator: the same of the likelihood term, whose sum is over tokens of chosen sequences; None means
+                the number of valid ones.
 
         Returns:
             (loss, :class:`PreferenceMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
@@ -145,7 +173,7 @@ class PreferenceLoss(FusedLinearLoss):
         """
 
         def make_batch(target, mask=None):
-            return self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
+            return self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
 
         # batch has the targets of the op; it differs from preference_batch where only the likelihood term is valid.
         batch = preference_batch = nll_batch = make_batch(target, mask)
@@ -159,7 +187,7 @@ class PreferenceLoss(FusedLinearLoss):
         if self.compute_nll_loss and nll_target is not None:
             check_indices(batch.op, "nll_target", nll_target)
             check_given_classes(
-                batch.op, "nll_target", nll_target, lin_weight.shape[:1].numel(), self.ignore_index
+                batch.op, "nll_target", nll_target, weight.shape[:1].numel(), self.ignore_index
             )
             nll_batch = make_batch(nll_target)
         elif self.compute_nll_loss and nll_mask is not None:
@@ -171,21 +199,21 @@ class PreferenceLoss(FusedLinearLoss):
             batch = make_batch(merged.view(target.shape))
             nll_valid = nll_batch.valid & batch.padded(nll_batch.target == batch.target)
         nll_tokens = nll_batch.valid[:half].sum().clamp_min(1)
-        if num_nll_tokens is not None:
-            nll_tokens = as_scalar("num_nll_tokens", num_nll_tokens, batch)
-        pairs = max(batch.shape[0] // 2, 1) if num_items_in_batch is None else num_items_in_batch
-        pairs = as_scalar("num_items_in_batch", pairs, batch)
+        if nll_denominator is not None:
+            nll_tokens = as_scalar("nll_denominator", nll_denominator, batch)
+        pairs = max(batch.shape[0] // 2, 1) if denominator is None else denominator
+        pairs = as_scalar("denominator", pairs, batch)
         ref_logps = self.reference_scores(
-            preference_batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
+            preference_batch, weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
             self.average_log_prob,
         )  # fmt: skip
-        loss, logprobs, _ = self.run(
-            batch, lin_weight, bias,
+        loss, logprobs, _, tokens = self.run(
+            batch, weight, bias,
             given={
                 "mask": valid, "ref_logps": ref_logps, "nll_mask": nll_valid if self.compute_nll_loss else None,
             },
             shared={"pairs": pairs, "nll_tokens": nll_tokens},
-            divisor=lambda: pairs if num_nll_tokens is None else torch.minimum(pairs, nll_tokens),
+            divisor=lambda: pairs if nll_denominator is None else torch.minimum(pairs, nll_tokens),
         )  # fmt: skip
         scores = sequence_scores(logprobs * valid, valid.sum(-1), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
@@ -193,16 +221,18 @@ class PreferenceLoss(FusedLinearLoss):
         if self.compute_nll_loss:
             nll_loss = -(logprobs * nll_valid)[:half].sum() / nll_tokens
             if nll_target is not None:
-                others = self._sum_of_other_targets(batch, nll_batch, lin_weight, bias) / nll_tokens
+                others = self._sum_of_other_targets(batch, nll_batch, weight, bias) / nll_tokens
                 loss, nll_loss = loss - self.alpha * others, nll_loss - others.detach()
-        return loss, PreferenceMetrics(nll_loss, scores[:half], scores[half:], rewards[:half], rewards[half:])
+        return loss, PreferenceMetrics(
+            nll_loss, scores[:half], scores[half:], rewards[:half], rewards[half:], *tokens
+        )
 
     def _sum_of_other_targets(self, batch, nll_batch, weight, bias):
         """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from ``batch``'s."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         logprobs = fused_linear_logprobs(
-            batch.hidden, weight, other, bias, ignore_index=self.ignore_index, accum_dtype=self.accum_dtype,
+            batch.input, weight, other, bias, ignore_index=self.ignore_index, accum_dtype=self.accum_dtype,
             logits_dtype=self.logits_dtype, memory_budget=self.memory_budget, softcap=self.softcap,
             temperature=self.temperature, accumulate_grad_weight=self.accumulate_grad_weight,
         )  # fmt: skip
@@ -229,7 +259,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
     """Direct preference optimisation and its variants.
 
     Args:
-        beta, alpha, compute_nll_loss, average_log_prob, use_ref_model: as in :class:`PreferenceLoss`.
+        beta, use_ref_model, alpha, compute_nll_loss, average_log_prob: as in :class:`PreferenceLoss`.
         loss_type: ``"sigmoid"`` (arXiv 2305.18290), ``"hinge"`` (2305.10425), ``"ipo"`` (2310.12036, of means over
             tokens), ``"exo_pair"`` (2402.00856), ``"nca_pair"`` (2402.05369), ``"robust"`` (2403.00409),
             ``"bco_pair"`` (2404.04656), ``"sppo_hard"`` (2405.00675), ``"apo_zero"`` and ``"apo_down"`` (2408.06266),
@@ -237,24 +267,46 @@ class FusedLinearDPOLoss(PreferenceLoss):
         label_smoothing: the probability that a label is wrong; for sigmoid, robust (below 0.5) and exo_pair (positive;
             0 stands for 1e-3).
         discopop_tau: temperature of discopop.
-        options: those of :class:`PreferenceLoss`.
+        options: those of :class:`FusedLinearLoss`.
 
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an unknown loss type, or an option out of range.
 
     Source: Rafailov et al., arXiv 2305.18290, equation 7; the variants as named above, with the formulas of TRL.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearDPOLoss(beta=0.1)
+        loss, metrics = loss_function(input, head.weight, target, ref_input=ref_input, ref_weight=ref_head.weight)
     """
 
     @arguments(
         loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
-        use_ref_model=FLAG, used_by={"label_smoothing": _SMOOTHED, "discopop_tau": ("discopop",)},
+        use_ref_model=FLAG, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
+        used_by={"label_smoothing": _SMOOTHED, "discopop_tau": ("discopop",)},
     )  # fmt: skip
     def __init__(
-        self, *, loss_type: DPOLossType = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05, use_ref_model: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(beta=beta, use_ref_model=use_ref_model, **options)
+        self,
+        *,
+        loss_type: DPOLossType = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        use_ref_model: bool = True,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        average_log_prob: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> None:
+        super().__init__(
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=average_log_prob,
+            use_ref_model=use_ref_model,
+            **options,
+        )
         self.loss_type = check_choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
         if loss_type in ("ipo", "sppo_hard"):
             # Their target margin is inversely proportional to beta.
@@ -318,17 +370,38 @@ class FusedLinearORPOLoss(PreferenceLoss):
 
     Args:
         beta: factor of the odds-ratio term.
-        compute_nll_loss, options: as in :class:`PreferenceLoss`. Log-probabilities of sequences are means over tokens.
+        alpha, compute_nll_loss, use_ref_model, options: as in :class:`PreferenceLoss`. Log-probabilities of sequences
+            are means over tokens.
 
     Raises:
         TypeError, ValueError: as :class:`PreferenceLoss`.
 
     Source: Hong et al., arXiv 2403.07691, equations 4 to 7.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearORPOLoss(beta=0.1)
+        loss, metrics = loss_function(input, head.weight, target, head.bias)
     """
 
-    @arguments(beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
-    def __init__(self, *, beta: float = 0.1, compute_nll_loss: bool = True, **options: Any) -> None:
-        super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options)
+    @arguments(beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, use_ref_model=FLAG)
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = True,
+        use_ref_model: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> None:
+        super().__init__(
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=True,
+            use_ref_model=use_ref_model,
+            **options,
+        )
 
     def preference_loss(
         self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
@@ -345,7 +418,7 @@ class FusedLinearCPOLoss(PreferenceLoss):
     """Contrastive preference optimisation.
 
     Args:
-        beta, alpha, compute_nll_loss, average_log_prob, options: as in :class:`PreferenceLoss`.
+        beta, alpha, compute_nll_loss, average_log_prob, use_ref_model, options: as in :class:`PreferenceLoss`.
         loss_type: ``"sigmoid"``, ``"hinge"`` or ``"ipo"``.
         label_smoothing: the probability that a label is wrong, for sigmoid.
 
@@ -354,17 +427,37 @@ class FusedLinearCPOLoss(PreferenceLoss):
         ValueError: an unknown loss type, or an option out of range.
 
     Source: Xu et al., arXiv 2401.08417.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearCPOLoss(loss_type="hinge")
+        loss, metrics = loss_function(input, head.weight, target, head.bias)
     """
 
     @arguments(
         beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
-        compute_nll_loss=FLAG, used_by={"label_smoothing": ("sigmoid",)},
+        compute_nll_loss=FLAG, average_log_prob=FLAG, use_ref_model=FLAG, used_by={"label_smoothing": ("sigmoid",)},
     )  # fmt: skip
     def __init__(
-        self, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
-        loss_type: CPOLossType = "sigmoid", compute_nll_loss: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, **options)
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        loss_type: CPOLossType = "sigmoid",
+        compute_nll_loss: bool = True,
+        average_log_prob: bool = False,
+        use_ref_model: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> None:
+        super().__init__(
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=average_log_prob,
+            use_ref_model=use_ref_model,
+            **options,
+        )
         self.loss_type = check_choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
         if loss_type == "ipo":
             check(type(self).__name__, "beta", beta, POSITIVE)
@@ -385,7 +478,7 @@ class FusedLinearSimPOLoss(PreferenceLoss):
     """Simple preference optimisation: length-normalised rewards without a reference, and a target margin ``gamma``.
 
     Args:
-        beta, alpha, compute_nll_loss, options: as in :class:`PreferenceLoss`.
+        beta, alpha, compute_nll_loss, use_ref_model, options: as in :class:`PreferenceLoss`.
         gamma: target margin between the rewards of the chosen and the rejected answer.
         label_smoothing: the probability that a label is wrong.
 
@@ -393,18 +486,35 @@ class FusedLinearSimPOLoss(PreferenceLoss):
         TypeError, ValueError: as :class:`PreferenceLoss`.
 
     Source: Meng et al., arXiv 2405.14734.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearSimPOLoss(gamma=0.5)
+        loss, metrics = loss_function(input, head.weight, target, head.bias)
     """
 
     @arguments(
         beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, gamma=FINITE, label_smoothing=FRACTION,
-        compute_nll_loss=FLAG,
+        compute_nll_loss=FLAG, use_ref_model=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, beta: float = 0.1, alpha: float = 1.0, gamma: float = 0.5, label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        gamma: float = 0.5,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        use_ref_model: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> None:
         super().__init__(
-            beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=True,
+            use_ref_model=use_ref_model,
+            **options,
         )
         self.gamma, self.label_smoothing = gamma, label_smoothing
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._core.arguments import (
     DIVISOR,
@@ -14,12 +15,11 @@ from .._core.arguments import (
     NOT_NEGATIVE,
     NUMBER_OR_TENSOR,
     TEXT,
-    LayerNames,
     arguments,
 )
 from .._core.named_results import serialisable
 from ._batch import as_scalar, sequence_scores, sigmoid, where_scalar
-from .base import FusedLinearLoss, check_choice
+from .base import NAMES_OF_HEAD, FusedLinearLoss, LossOptions, check_choice
 
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
@@ -27,17 +27,21 @@ KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
 
 @serialisable
 class KTOMetrics(NamedTuple):
-    """Sums over the desirable ("chosen") and the undesirable ("rejected") sequences: scalars without gradients.
+    """Metrics of KTO, without gradients: sums over the desirable ("chosen") and the undesirable ("rejected") sequences.
 
     Attributes:
-        chosen_logps_sum, rejected_logps_sum: of the log-probabilities of the sequences, in nats.
-        chosen_rewards_sum, rejected_rewards_sum: of ``beta`` times their difference to the reference.
+        chosen_logps_sum, rejected_logps_sum: scalars, of the log-probabilities of the sequences, in nats.
+        chosen_rewards_sum, rejected_rewards_sum: scalars, of ``beta`` times their difference to the reference.
+        logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None.
     """
 
     chosen_logps_sum: Tensor
     rejected_logps_sum: Tensor
     chosen_rewards_sum: Tensor
     rejected_rewards_sum: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 class FusedLinearKTOLoss(FusedLinearLoss):
@@ -56,19 +60,30 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         ValueError: an unknown loss type, or an option out of range.
 
     Source: Ethayarajh et al., arXiv 2402.01306, equation 7.
+
+    Example::
+
+        loss_function = liger.losses.FusedLinearKTOLoss(use_ref_model=False)
+        loss, metrics = loss_function(input, head.weight, target, preference_labels=labels)
     """
 
     unit = "sequence"
-    names = LayerNames("_input", "lin_weight")
 
     @arguments(
         beta=NOT_NEGATIVE, use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT,
         desirable_weight=NOT_NEGATIVE, undesirable_weight=NOT_NEGATIVE,
     )  # fmt: skip
     def __init__(
-        self, *, beta: float = 0.1, use_ref_model: bool = True, average_log_prob: bool = False,
-        loss_type: KTOLossType = "kto", desirable_weight: float = 1.0, undesirable_weight: float = 1.0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        beta: float = 0.1,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        loss_type: KTOLossType = "kto",
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **options: Unpack[LossOptions],
+    ) -> None:
         super().__init__(**options)
         self.loss_type = check_choice(self, "loss_type", loss_type, KTO_LOSS_TYPES)
         self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
@@ -84,60 +99,66 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         weight = where_scalar(desirable, self.desirable_weight, self.undesirable_weight, ratio)
         return torch.where(lengths > 0, losses * weight, 0.0) / sequences
 
-    @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER, kl=NUMBER_OR_TENSOR)
+    @arguments(denominator=DIVISOR, max_length=INTEGER, kl=NUMBER_OR_TENSOR)
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        preference_labels: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, kl: float | Tensor | None = None, *, ref_logps: Tensor | None = None,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_length: int | None = None,
-        num_items_in_batch: float | Tensor | None = None,
-    ) -> tuple[Tensor, KTOMetrics]:  # fmt: skip
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        preference_labels: Tensor,
+        kl: float | Tensor | None = None,
+        mask: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+        denominator: float | Tensor | None = None,
+    ) -> tuple[Tensor, KTOMetrics]:
         """The loss of a batch of answers, and its metrics.
 
         Args:
-            _input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
-                same dtype for lin_weight and bias.
-            lin_weight: (V, H).
+            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
+                same dtype for weight and bias.
+            weight: (V, H).
             target: (S, L), (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
             bias: (V,) or None.
             preference_labels: (S,), true or 1 for desirable answers.
-            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
             kl: a number or a tensor with one element, the KL divergence from the reference in nats, for example from
                 :meth:`estimate_kl`; None means 0.
+            mask: the shape of target, 0 at tokens to ignore.
+            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
             ref_logps: instead of the reference model, its log-probabilities per token in the shape of target, or their
                 sums per sequence, (S,).
-            mask: the shape of target, 0 at tokens to ignore.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
                 length.
-            num_items_in_batch: the divisor of the sum over sequences, a number or a tensor with one element; None means
-                the number of sequences.
+            denominator: the divisor of the sum over sequences, a number or a tensor with one element; None means the
+                number of sequences.
 
         Returns:
             (loss, :class:`KTOMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: no preference labels; no reference although ``use_ref_model`` is True, or a reference although
-                it is False.
+            ValueError: no reference although ``use_ref_model`` is True, or a reference although it is False.
             RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
         """
-        batch = self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
-        if preference_labels is None:
-            raise ValueError(
-                f"{batch.op}: no preference_labels: one per sequence says whether it is desirable"
-            )
+        batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         batch.check("preference_labels", preference_labels, batch.shape[:1])
         desirable = preference_labels != 0
         ref_logps = self.reference_scores(
-            batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
+            batch, weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
             self.average_log_prob,
         )  # fmt: skip
-        sequences = max(batch.shape[0], 1) if num_items_in_batch is None else num_items_in_batch
-        sequences = as_scalar("num_items_in_batch", sequences, batch)
+        sequences = max(batch.shape[0], 1) if denominator is None else denominator
+        sequences = as_scalar("denominator", sequences, batch)
         if kl is None or self.loss_type == "apo_zero_unpaired":
             kl = 0.0
-        loss, logprobs, _ = self.run(
-            batch, lin_weight, bias,
+        loss, logprobs, _, tokens = self.run(
+            batch, weight, bias,
             given={"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable},
             shared={"kl": as_scalar("kl", kl, batch), "sequences": sequences}, divisor=lambda: sequences,
         )  # fmt: skip
@@ -146,16 +167,25 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         chosen, rejected = (
             [torch.where(which, x, 0.0).sum() for x in (scores, rewards)] for which in (desirable, ~desirable)
         )
-        return loss, KTOMetrics(chosen[0], rejected[0], chosen[1], rejected[1])
+        return loss, KTOMetrics(chosen[0], rejected[0], chosen[1], rejected[1], *tokens)
 
     @torch.no_grad()
     @arguments(max_length=INTEGER)
     def estimate_kl(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
-        ref_logps: Tensor | None = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         max_length: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Estimates the KL divergence that :meth:`forward` takes as ``kl``, from answers paired with other prompts.
 
         Arguments are those of :meth:`forward`; ``target`` has the mismatched answers.
@@ -170,11 +200,11 @@ class FusedLinearKTOLoss(FusedLinearLoss):
 
         Source: the reference point of Ethayarajh et al., arXiv 2402.01306.
         """
-        batch = self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
+        batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         ref_logps = self.reference_scores(
-            batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, True, self.average_log_prob
+            batch, weight, ref_input, ref_weight, ref_bias, ref_logps, True, self.average_log_prob
         )
-        own = self.scored(batch, self.names, _input, lin_weight, bias)
+        own = self.scored(batch, NAMES_OF_HEAD, input, weight, bias)
         scores = sequence_scores(batch.padded_valid(own), batch.lengths(), self.average_log_prob)
         mean = (scores - ref_logps).sum() / max(batch.shape[0], 1)
         factor = batch.packing_factor

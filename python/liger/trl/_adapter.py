@@ -6,6 +6,7 @@ import functools
 import torch
 from transformers.utils import is_peft_available
 
+from ..losses import TokenMetrics
 from ._head import FusedHead
 
 
@@ -52,16 +53,15 @@ def overriding(trainer, **attributes):
                 trainer.__dict__[name] = value
 
 
-class LossWithStatistics:
-    """A loss of :mod:`liger.losses` that returns (loss, TokenStatistics) instead of (loss, its own metrics)."""
+class LossWithTokenMetrics:
+    """A loss of :mod:`liger.losses` that returns (loss, TokenMetrics) instead of (loss, all its metrics)."""
 
     def __init__(self, loss_class, **options):
-        self._statistics = []
-        self.loss = loss_class(observe=self._statistics.append, **options)
+        self.loss = loss_class(metrics=TokenMetrics._fields, **options)
 
     def __call__(self, *args, **kwargs):
-        value, _ = self.loss(*args, **kwargs)
-        return value, self._statistics.pop()
+        value, metrics = self.loss(*args, **kwargs)
+        return value, TokenMetrics(*(getattr(metrics, name) for name in TokenMetrics._fields))
 
 
 class KeywordProxy:

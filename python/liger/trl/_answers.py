@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from ..losses import TokenStatistics
+from ..losses import TokenMetrics
 
 
 class AnswerWidth:
@@ -49,7 +49,7 @@ def crop_to_answers(function, answer_width, *others):
 
     The columns of a sequence start at its first valid token. Targets before the last ``answer_width.length`` columns
     are ignored: the last virtual token of prompt learning predicts the first token, which the trainer does not score.
-    The returned TokenStatistics are scattered to (S, L).
+    The returned TokenMetrics are scattered to (S, L).
     """
 
     def cropped(hidden, weight, bias, target):
@@ -64,12 +64,12 @@ def crop_to_answers(function, answer_width, *others):
         columns = start.unsqueeze(1) + torch.arange(width, device=target.device)
         rows = columns + length * torch.arange(sequences, device=target.device).unsqueeze(1)
         answers = hidden.flatten(0, 1).index_select(0, rows.flatten()).view(sequences, width, -1)
-        value, statistics = function(answers, weight, bias, *(t.gather(1, columns) for t in (target, *moved)))
-        fills = (0.0, 0.0, -1)  # of ignored tokens, as TokenStatistics defines them
-        return value, TokenStatistics(
+        value, tokens = function(answers, weight, bias, *(t.gather(1, columns) for t in (target, *moved)))
+        fills = (0.0, 0.0, -1)  # of ignored tokens, as TokenMetrics defines them
+        return value, TokenMetrics(
             *(
                 t.new_full(target.shape, fill).scatter(1, columns, t)
-                for t, fill in zip(statistics, fills, strict=True)
+                for t, fill in zip(tokens, fills, strict=True)
             )
         )
 

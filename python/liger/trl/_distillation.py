@@ -1,23 +1,13 @@
 """GKDTrainer and DistillationTrainer: the divergence of student and teacher without materialised logits."""
 
-from typing import NamedTuple
-
 import torch
 from trl import DistillationTrainer
 
+from ..losses import TokenMetrics
 from ..ops.fused_linear_divergence import fused_linear_jsd
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._adapter import add_heads, base_model, items_per_process, replace, token_count
 from ._head import FusedHead
-
-
-class _Statistics(NamedTuple):
-    """The fields of TokenStatistics; None if not computed."""
-
-    logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None
-
 
 # Keys of vision inputs in the batch of a DistillationTrainer.
 _IMAGE_KEYS = (
@@ -105,17 +95,17 @@ def _divergence(trainer, temperature=1.0, scores=()):
                     )  # fmt: skip
                 losses.append(loss)
                 # Backward hooks of the teacher must not run.
-                return loss.detach(), _Statistics()
+                return loss.detach(), TokenMetrics()
 
             # The call of the teacher is nested in that of the student's head: both gathered weights are available.
             with torch.no_grad():
                 trainer.teacher_model(liger_loss=with_teacher, **call_of_both)
-                statistics = _Statistics()
+                tokens = TokenMetrics()
                 if "entropy" in scores:
-                    statistics = fused_linear_logprobs(
+                    tokens = fused_linear_logprobs(
                         hidden, weight, target, bias, metrics=("entropy",), temperature=transform.temperature
                     )
-            return losses[0], statistics
+            return losses[0], tokens
 
         trainer.teacher_model.eval()
         return model(liger_loss=with_student, **call_of_both)

@@ -76,7 +76,7 @@ class FusedHead:
     """The fused lm_head of one model; the constructor replaces the forward of the model.
 
     Keywords of a fused call: ``liger_loss`` is a function of (hidden, weight, bias, target) that returns the loss and
-    the :class:`liger.losses.TokenStatistics` of the targets, or of their last columns; the scores of such a call have
+    the :class:`liger.losses.TokenMetrics` of the targets, or of their last columns; the scores of such a call have
     no gradient. ``liger_keep``: the number of last targets to compute.
 
     Args:
@@ -137,10 +137,10 @@ class FusedHead:
             inputs = hidden, weight, bias, tokens
             if loss is None:
                 return score(*inputs, self.transform, self.scores)
-            value, statistics = loss(*inputs)
-            scores = Scores(value, statistics.logprobs, statistics.entropy)
+            value, metrics = loss(*inputs)
+            scores = Scores(value, metrics.logprobs, metrics.entropy)
             if "is_top1" in self.scores:
-                scores = scores._replace(is_top1=top1(statistics.argmax, tokens))
+                scores = scores._replace(is_top1=top1(metrics.argmax, tokens))
             return with_logit_statistics(scores, *inputs, self.transform, self.scores)
 
         return call_head(head, hidden, function)

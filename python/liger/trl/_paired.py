@@ -5,13 +5,13 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from ..losses import FusedLinearCPOLoss, FusedLinearORPOLoss, FusedLinearSimPOLoss
-from ._adapter import LossProxy, LossWithStatistics, add_heads, replace
+from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, replace
 from ._answers import AnswerWidth, crop_to_answers
 
 
 def adapt_orpo(trainer):
     head = _add_head(trainer)
-    loss_of = LossWithStatistics(FusedLinearORPOLoss, beta=trainer.beta, **head.transform._asdict())
+    loss_of = LossWithTokenMetrics(FusedLinearORPOLoss, beta=trainer.beta, **head.transform._asdict())
     # The likelihood term includes prompts; the mean of logits excludes the last position.
     options = {"average": True, "with_nll": True, "nll_of_prompts": True, "positions": slice(None, -1)}
     return _adapt(trainer, ORPOTrainer, loss_of, trainer.padding_value, **options)
@@ -28,10 +28,10 @@ def adapt_cpo(trainer):
     if trainer.alpha != 0.0:
         reason = f"alpha={trainer.alpha} (AlphaPO)"
     elif simpo:
-        loss_of = LossWithStatistics(FusedLinearSimPOLoss, gamma=trainer.simpo_gamma, **options)
+        loss_of = LossWithTokenMetrics(FusedLinearSimPOLoss, gamma=trainer.simpo_gamma, **options)
     else:
         options |= {"loss_type": trainer.loss_type, "average_log_prob": average}
-        loss_of = LossWithStatistics(FusedLinearCPOLoss, **options)
+        loss_of = LossWithTokenMetrics(FusedLinearCPOLoss, **options)
     batch_options = {
         "average": average, "with_nll": trainer.cpo_alpha != 0, "nll_of_prompts": False, "positions": slice(None),
     }  # fmt: skip
@@ -64,7 +64,7 @@ def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_pr
         def function(hidden, weight, bias, target, answer):
             # A separate mask only if the likelihood term has other valid tokens.
             nll_mask = target != -100 if nll_of_prompts else None
-            return loss_of(weight, hidden, target, bias, mask=answer != -100, nll_mask=nll_mask)
+            return loss_of(hidden, weight, target, bias, mask=answer != -100, nll_mask=nll_mask)
 
         if loss_of is not None:
             model = LossProxy(model, crop_to_answers(function, AnswerWidth(nll_target != -100), answers))

@@ -3,9 +3,9 @@
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
-from ..losses import FusedLinearGRPOLoss, TokenStatistics
+from ..losses import FusedLinearGRPOLoss, TokenMetrics
 from ..losses.policy import GRPO_LOSS_TYPES
-from ._adapter import KeywordProxy, LossProxy, LossWithStatistics, add_heads, items_per_process, replace
+from ._adapter import KeywordProxy, LossProxy, LossWithTokenMetrics, add_heads, items_per_process, replace
 
 # Loss types that are divided by the global number of tokens.
 _GLOBAL_TOKEN_MEAN = ("cispo", "dapo", "vespo")
@@ -32,7 +32,7 @@ def adapt_grpo(trainer):
     reason = _why_not_grpo(trainer)
     if reason is not None:
         return reason
-    loss_of = LossWithStatistics(
+    loss_of = LossWithTokenMetrics(
         FusedLinearGRPOLoss, loss_type=trainer.loss_type, beta=trainer.beta, epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high, max_completion_length=trainer.max_completion_length,
         importance_sampling_level=trainer.importance_sampling_level, delta=args.delta,
@@ -61,12 +61,19 @@ def adapt_grpo(trainer):
         def function(hidden, weight, bias, target):
             # The last hidden state has no target.
             answer = slice(-length - 1, -1)
-            value, statistics = loss_of(
-                hidden[:, answer], weight, target[:, answer], mask, inputs["advantages"], bias,
-                inputs.get("ref_per_token_logps"), inputs.get("old_per_token_logps"), vllm_is_ratio=sampler,
-                num_items_in_batch=divisor,
-            )  # fmt: skip
-            return value * factor, TokenStatistics(*(pad(t, (0, 1)) for t in statistics))
+            value, tokens = loss_of(
+                hidden[:, answer],
+                weight,
+                target[:, answer],
+                bias,
+                advantages=inputs["advantages"],
+                mask=mask,
+                ref_per_token_logps=inputs.get("ref_per_token_logps"),
+                old_per_token_logps=inputs.get("old_per_token_logps"),
+                vllm_is_ratio=sampler,
+                denominator=divisor,
+            )
+            return value * factor, TokenMetrics(*(pad(t, (0, 1)) for t in tokens))
 
         policy = LossProxy(model, function)
         return policy.attach_gradient(original(policy, inputs))

@@ -7,7 +7,7 @@ from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss, FusedLinearLoss
 from ..losses._batch import as_scalar
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
-from ._adapter import LossProxy, LossWithStatistics, add_heads, overriding, replace
+from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, overriding, replace
 from ._answers import AnswerWidth, crop_to_answers
 
 _METRICS = ("entropy", "mean_logits", "is_top1")
@@ -26,7 +26,7 @@ def adapt_dpo(trainer):
     reason = _why_not_dpo(trainer)
     if reason is not None:
         return reason
-    loss_of = LossWithStatistics(_WeightedLosses, trainer=trainer, **head.transform._asdict())
+    loss_of = LossWithTokenMetrics(_WeightedLosses, trainer=trainer, **head.transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs):
         ref_logps, answer_width = {}, AnswerWidth.of_tokens(inputs["completion_mask"])
@@ -40,7 +40,8 @@ def adapt_dpo(trainer):
 
         def function(hidden, weight, bias, target):
             device = hidden.device
-            return loss_of(hidden, weight, target, bias, references.to(device), lengths.to(device))
+            reference = {"ref_logps": references.to(device), "lengths": lengths.to(device)}
+            return loss_of(hidden, weight, target, bias, **reference)
 
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True):
@@ -85,18 +86,18 @@ class _WeightedLosses(FusedLinearLoss):
             total = total + weight * loss.preference_loss(*of_term, *nothing) / pairs
         return total
 
-    def forward(self, hidden, weight, target, bias, ref_logps, lengths):
-        """(loss, log-probabilities) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens of
-        the answers."""
-        batch = self.batch(hidden, target)
+    def forward(self, input, weight, target, bias, *, ref_logps, lengths):
+        """(loss, TokenMetrics) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens of the
+        answers."""
+        batch = self.batch(input, target)
         half = batch.shape[0] // 2
         pairs = as_scalar("pairs", max(half, 1), batch)
-        loss, logprobs, _ = self.run(
+        result = self.run(
             batch, weight, bias,
             given={"ref_logps": batch.upcast(ref_logps), "lengths": lengths.clamp_min(1)},
             shared={"pairs": pairs, "tokens": batch.valid[:half].sum().clamp_min(1)}, divisor=lambda: pairs,
         )  # fmt: skip
-        return loss, logprobs
+        return result.loss, result.tokens
 
 
 def _why_not_dpo(trainer):
@@ -122,7 +123,7 @@ def adapt_kto(trainer):
     reason = _why_not_kto(trainer)
     if reason is not None:
         return reason
-    loss_of = LossWithStatistics(
+    loss_of = LossWithTokenMetrics(
         FusedLinearKTOLoss, loss_type=trainer.loss_type, beta=trainer.beta,
         desirable_weight=trainer.desirable_weight, undesirable_weight=trainer.undesirable_weight,
         **head.transform._asdict(),

@@ -2,9 +2,9 @@
 
 from trl import SFTTrainer
 
-from ..losses import FusedLinearLoss, TokenStatistics
+from ..losses import FusedLinearLoss, TokenMetrics
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._adapter import LossProxy, LossWithStatistics, add_heads, replace, token_count
+from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, replace, token_count
 
 
 class _TokenLoss(FusedLinearLoss):
@@ -19,9 +19,9 @@ class _TokenLoss(FusedLinearLoss):
     def compute(self, logprobs, entropy, *, tokens):
         return -(logprobs * logprobs.detach().exp() if self.dynamic else logprobs) / tokens
 
-    def forward(self, hidden, weight, target, bias, tokens):
-        loss, logprobs, _ = self.run(self.batch(hidden, target), weight, bias, shared={"tokens": tokens})
-        return loss, logprobs
+    def forward(self, input, weight, target, bias, *, tokens):
+        result = self.run(self.batch(input, target), weight, bias, shared={"tokens": tokens})
+        return result.loss, result.tokens
 
 
 def adapt_sft(trainer):
@@ -32,19 +32,19 @@ def adapt_sft(trainer):
     transform, dynamic = head.transform, trainer.args.loss_type == "dft"
     loss_of = None
     if dynamic or transform.temperature != 1.0:
-        loss_of = LossWithStatistics(_TokenLoss, dynamic=dynamic, **transform._asdict())
+        loss_of = LossWithTokenMetrics(_TokenLoss, dynamic=dynamic, **transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs=False, num_items_in_batch=None):
         def function(hidden, weight, bias, target):
             tokens = token_count(target, num_items_in_batch)
             if loss_of is not None:
-                value, statistics = loss_of(hidden, weight, target, bias, tokens.float())
+                value, metrics = loss_of(hidden, weight, target, bias, tokens=tokens.float())
             else:
-                value, statistics = _cross_entropy(hidden, weight, bias, target, tokens, transform.softcap)
+                value, metrics = _cross_entropy(hidden, weight, bias, target, tokens, transform.softcap)
             if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
                 # The number of tokens is global, and gradients are averaged over processes.
                 value = value * (trainer.accelerator.num_processes // trainer.get_tp_size())
-            return value, statistics
+            return value, metrics
 
         policy = LossProxy(model, function)
         result = original(policy, inputs, return_outputs, num_items_in_batch)
@@ -59,7 +59,7 @@ def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
         hidden, weight, target, bias, denominator=tokens, softcap=softcap,
         metrics=("logprobs", "entropy", "argmax"),
     )  # fmt: skip
-    return result.loss, TokenStatistics(result.logprobs, result.entropy, result.argmax)
+    return result.loss, TokenMetrics(result.logprobs, result.entropy, result.argmax)
 
 
 def _why_not_sft(trainer):

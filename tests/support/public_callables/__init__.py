@@ -31,7 +31,12 @@ EXEMPT = {
     "losses.KTOMetrics": "a result",
     "losses.PolicyMetrics": "a result",
     "losses.PreferenceMetrics": "a result",
-    "losses.TokenStatistics": "a result",
+    "losses.DistillationMetrics": "a result",
+    "losses.DistillationOptions": "types of options",
+    "losses.LossOptions": "types of options",
+    "losses.PolicyOptions": "types of options",
+    "losses.LossResult": "a result",
+    "losses.TokenMetrics": "a result",
 }
 
 

@@ -9,14 +9,9 @@ from .sequences import ignored_sequences, of_module, sequences_with_head
 def _distillation(logits=False):
     def make(device, dtype):
         hidden, weight, labels, bias = sequences_with_head(device, dtype)
-        made = {
-            "student_input": hidden,
-            "student_weight": weight,
-            "true_labels": labels,
-            "student_bias": bias,
-        }
+        made = {"input": hidden, "weight": weight, "target": labels, "bias": bias}
         if logits:
-            return made | {"teacher_input": normal(device, dtype, ROWS, LENGTH, VOCAB)}
+            return made | {"teacher_logits": normal(device, dtype, ROWS, LENGTH, VOCAB)}
         return made | {
             "teacher_input": normal(device, dtype, ROWS, LENGTH, 24),
             "teacher_weight": normal(device, dtype, VOCAB, 24, scale=0.2),
@@ -28,7 +23,7 @@ def _distillation(logits=False):
 
 def _top_k(device, dtype):
     made = _distillation(logits=True)(device, dtype)
-    found = made.pop("teacher_input").float().log_softmax(-1).topk(5, -1)
+    found = made.pop("teacher_logits").float().log_softmax(-1).topk(5, -1)
     return made | {"teacher_logprobs": found.values, "teacher_indices": found.indices}
 
 
@@ -44,7 +39,7 @@ for _name, _loss, _make in (
     ("top k renormalised", losses.FusedLinearTopKLoss(rest="renormalize"), _top_k),
 ):
     add(
-        f"losses.{_name}", of_module(_loss), _make, "student_input student_weight student_bias",
+        f"losses.{_name}", of_module(_loss), _make, "input weight bias",
         public=f"losses.{type(_loss).__name__}", loss=True,
-        ignored=ignored_sequences("student_input", "teacher_input", "teacher_logprobs", target="true_labels"),
+        ignored=ignored_sequences("input", "teacher_input", "teacher_logits", "teacher_logprobs"),
     )  # fmt: skip

@@ -16,8 +16,8 @@ def _policy(per_token=False):
         shape = (ROWS, LENGTH) if per_token else (ROWS,)
         logprobs = -1.0 - 2 * torch.rand(2, ROWS, LENGTH).to(device)
         return {
-            "_input": hidden, "lin_weight": weight, "selected_token_ids": ids.clamp_min(0), "attention_mask": mask,
-            "advantages": torch.randn(shape).to(device), "bias": bias, "ref_per_token_logps": logprobs[0],
+            "input": hidden, "weight": weight, "target": ids.clamp_min(0), "bias": bias,
+            "advantages": torch.randn(shape).to(device), "mask": mask, "ref_per_token_logps": logprobs[0],
             "old_per_token_logps": logprobs[1],
         }  # fmt: skip
 
@@ -30,14 +30,14 @@ def _packed_policy(device, dtype):
     of_tokens = [
         name for name, t in made.items() if isinstance(t, torch.Tensor) and t.shape[:2] == (ROWS, LENGTH)
     ]
-    counted = made["attention_mask"].masked_fill(made["attention_mask"] == 0, IGNORED)
+    counted = made["mask"].masked_fill(made["mask"] == 0, IGNORED)
     tensors, ends = packed([made[name] for name in of_tokens], counted)
     return made | dict(zip(of_tokens, tensors, strict=True)) | {"cu_seqlens": ends, "max_length": LENGTH}
 
 
 def _ignored_policy(given):
-    names = ("_input", "ref_per_token_logps", "old_per_token_logps", "advantages", "vllm_is_ratio")
-    mask = given["attention_mask"] == 0
+    names = ("input", "ref_per_token_logps", "old_per_token_logps", "advantages", "vllm_is_ratio")
+    mask = given["mask"] == 0
     if "cu_seqlens" in given:
         mask = mask | outside_sequences(given["cu_seqlens"], mask.shape[-1])
     found = {name: mask for name in names if name in given and given[name].shape[:2] == mask.shape}
@@ -59,6 +59,6 @@ for _name, _loss, _make in (
     ("PPO", losses.FusedLinearPPOLoss(), _policy(per_token=True)),
 ):
     add(
-        f"losses.{_name}", of_module(_loss), _make, "_input lin_weight bias",
+        f"losses.{_name}", of_module(_loss), _make, "input weight bias",
         public=f"losses.{type(_loss).__name__}", ignored=_ignored_policy, loss=True,
     )  # fmt: skip

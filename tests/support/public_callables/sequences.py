@@ -25,10 +25,7 @@ def of_module(module):
     """``call`` of a loss: the loss, and the metrics that there are."""
 
     def call(**given):
-        result = module(**given)
-        if not isinstance(result, tuple):
-            return result
-        loss, metrics = result
+        loss, metrics = module(**given)
         return loss, *(metric for metric in metrics if metric is not None)
 
     return call
@@ -37,7 +34,7 @@ def of_module(module):
 def _preference(reference):
     def make(device, dtype):
         hidden, weight, target, bias = sequences_with_head(device, dtype)
-        made = {"lin_weight": weight, "_input": hidden, "target": target, "bias": bias}
+        made = {"input": hidden, "weight": weight, "target": target, "bias": bias}
         if reference:
             made |= {
                 "ref_input": normal(device, dtype, *hidden.shape),
@@ -51,8 +48,8 @@ def _preference(reference):
 
 def _packed_preference(device, dtype):
     made = _preference(False)(device, dtype)
-    (hidden, target), ends = packed([made["_input"], made["target"]], made["target"])
-    return made | {"_input": hidden, "target": target, "cu_seqlens": ends, "max_length": LENGTH}
+    (hidden, target), ends = packed([made["input"], made["target"]], made["target"])
+    return made | {"input": hidden, "target": target, "cu_seqlens": ends, "max_length": LENGTH}
 
 
 def _ref_logps(per_token):
@@ -82,9 +79,9 @@ def outside_sequences(cu_seqlens, rows):
     return (row < cu_seqlens[0]) | (row >= cu_seqlens[-1])
 
 
-def ignored_sequences(*names, target="target"):
+def ignored_sequences(*names):
     def ignored(given):
-        mask = given[target] == IGNORED
+        mask = given["target"] == IGNORED
         if "nll_target" in given:
             mask = mask & (given["nll_target"] == IGNORED)
         if "mask" in given:
@@ -115,8 +112,8 @@ for _name, _loss, _make in (
     ("SimPO", losses.FusedLinearSimPOLoss(), _preference(False)),
 ):
     add(
-        f"losses.{_name}", of_module(_loss), _make, "lin_weight _input bias",
-        public=f"losses.{type(_loss).__name__}", ignored=ignored_sequences("_input", "ref_input"), loss=True,
+        f"losses.{_name}", of_module(_loss), _make, "input weight bias",
+        public=f"losses.{type(_loss).__name__}", ignored=ignored_sequences("input", "ref_input"), loss=True,
     )  # fmt: skip
 
 
@@ -124,7 +121,7 @@ def _kto(device, dtype):
     hidden, weight, target, bias = sequences_with_head(device, dtype)
     labels = torch.tensor([True, False, True, False]).to(device)
     return {
-        "_input": hidden, "lin_weight": weight, "target": target, "bias": bias, "preference_labels": labels,
+        "input": hidden, "weight": weight, "target": target, "bias": bias, "preference_labels": labels,
         "ref_input": normal(device, dtype, *hidden.shape),
         "ref_weight": normal(device, dtype, *weight.shape, scale=0.3), "kl": torch.tensor(0.1).to(device),
     }  # fmt: skip
@@ -133,6 +130,6 @@ def _kto(device, dtype):
 for _kind in losses.unpaired.KTO_LOSS_TYPES:
     add(
         f"losses.KTO {_kind}", of_module(losses.FusedLinearKTOLoss(loss_type=_kind, undesirable_weight=0.7)), _kto,
-        "_input lin_weight bias", public="losses.FusedLinearKTOLoss",
-        ignored=ignored_sequences("_input", "ref_input"), loss=True,
+        "input weight bias", public="losses.FusedLinearKTOLoss",
+        ignored=ignored_sequences("input", "ref_input"), loss=True,
     )  # fmt: skip
