@@ -178,6 +178,7 @@ def test_reasons_for_models_that_are_not_built():
         models.build("llama", "X")
 
 
+@pytest.mark.slow
 def test_a_scan_has_the_memory_for_every_model():
     """Two models, their gradients, and copies of both: MEMORY holds eight times the parameters."""
     largest = runner.MEMORY // (8 * 4 * 8)
