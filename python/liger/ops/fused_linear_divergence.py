@@ -264,8 +264,8 @@ def fused_linear_kl_div(
     check_budget_variable(memory_budget)
     return _of_divergence(
         "fused_linear_kl_div", _kl_div(reverse), input, weight, target, bias, teacher_input, teacher_weight,
-        teacher_bias, teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction, accum_dtype,
-        memory_budget, temperature,
+        teacher_bias, teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction,
+        accum_dtype, memory_budget, temperature,
     )  # fmt: skip
 
 
