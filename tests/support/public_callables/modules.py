@@ -45,7 +45,7 @@ def _nn(name, build, inputs, parameters, differentiable, **more):
     add(f"nn.{name}", call, make, names, **more)
 
 
-# The arguments of constructors by their names, of the modules below whose forward takes tensors of the shape of x alone.
+# Arguments of constructors, of the modules whose forward takes tensors of the shape of x alone.
 _SIZES = {"normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": 24}
 
 
