@@ -263,20 +263,14 @@ def check_head(
     )  # fmt: skip
 
 
-def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
-    """(:class:`LMHeadGradients`, rows of a chunk) for a memory budget."""
-    gradients = Sm90LMHeadGradients.plan(x, weight, bias, needs_grad, memory_budget)
-    if gradients is not None:
-        return gradients, gradients.layout.chunk_rows
-    chunk_rows, chunks = planned_rows(x, weight, needs_grad[1], exact, memory_budget)
-    return LMHeadGradients(x, weight, bias, needs_grad, chunks, exact), chunk_rows
+def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None, rows=None):
+    """(rows of a chunk, number of chunks) from the planner of all lm_head ops.
 
-
-def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None):
-    """(rows of a chunk, number of chunks) from the planner of all lm_head ops. ``element_size``: bytes of the chunk per
-    logit, by default those of an element of the input."""
+    ``element_size``: bytes of the chunk per logit, by default those of an element of the input. ``rows``: how many rows
+    of the input are computed, by default all.
+    """
+    (all_rows, hidden), vocab, size = input.shape, weight.shape[0], element_size or input.element_size()
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        input.shape[0], input.shape[1], weight.shape[0], element_size or input.element_size(), need_grad_weight, exact,
-        memory_budget,
-    )  # fmt: skip
+        all_rows if rows is None else rows, hidden, vocab, size, need_grad_weight, exact, memory_budget
+    )
     return chunk_rows, chunks

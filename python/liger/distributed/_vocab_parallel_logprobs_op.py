@@ -3,7 +3,6 @@
 docs/vocab_parallel.md says which data is exchanged and when.
 """
 
-from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -222,19 +221,17 @@ def _forward(
         input, group, vocab_size, False, None, memory_budget, computed.count, _bytes_per_logit(logits_dtype)
     )
     logits_of = plan.new_logits(input, weight.shape[0], dtype=logits_dtype)
-    pending = deque()
-    for index, chunk in enumerate(map(computed.at, plan.slices)):
+
+    def start(index, chunk):
         logits = logits_of(index)
         if classes == 0:
             shard = _Shard.without_classes(logits.new_empty(logits.shape[0], dtype=wide), requested)
         else:
             head.write_logits(input[chunk], logits)
             shard = _Shard.of(head, logits, local[chunk], vocab_start, vocab_size, requested)
-        pending.append(Chunk(chunk, logits, *gather(shard.stacked(), group)))
-        if len(pending) == plan.in_flight:
-            finish(pending.popleft())
-    while pending:
-        finish(pending.popleft())
+        return Chunk(chunk, logits, *gather(shard.stacked(), group))
+
+    plan.run(computed, start, finish)
     return logprobs, entropy, argmax, stats, *metrics, empty, input.new_empty(0, dtype=wide)
 
 

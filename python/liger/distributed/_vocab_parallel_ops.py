@@ -213,6 +213,19 @@ class ChunkPlan(NamedTuple):
         )  # fmt: skip
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
 
+    def run(self, computed, start, finish):
+        """Calls ``finish(start(index, rows))`` for every chunk, with as many chunks between the two as are in flight.
+
+        ``index``: the number of the chunk; ``rows``: what selects its rows in a tensor of all rows.
+        """
+        pending = deque()
+        for index, rows in enumerate(map(computed.at, self.slices)):
+            pending.append(start(index, rows))
+            if len(pending) == self.in_flight:
+                finish(pending.popleft())
+        while pending:
+            finish(pending.popleft())
+
     def new_logits(self, input, classes, spare=None, dtype=None):
         """A function of a chunk's number that returns the memory of its logits.
 
@@ -277,15 +290,12 @@ def _fused_forward(input, weight, target, bias, *rest):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
             gradients.add(chunk.rows, chunk.logits, chunk.x)
 
-    pending = deque()
-    for index, rows in enumerate(map(computed.at, plan.slices)):
+    def start(index, rows):
         logits, x = logits_of(index), input[rows]
         write_linear(x, weight, bias, logits)
-        pending.append(Chunk(rows, logits, *gather(whole_rows.stats(rows, logits), group), x))
-        if len(pending) == plan.in_flight:
-            finish(pending.popleft())
-    while pending:
-        finish(pending.popleft())
+        return Chunk(rows, logits, *gather(whole_rows.stats(rows, logits), group), x)
+
+    plan.run(computed, start, finish)
     return *whole_rows.reduced(), *gradients.finish()
 
 

@@ -10,14 +10,12 @@ import torch
 
 from .._core.arguments import check_classes, dtype_name
 from .._core.autograd import forbid_autograd, recording_tracer, wants_grad
-from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtensor import is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
-from .._core.matmul import write_linear
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import LMHead, check_head
 from ..backend import register_portable
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
@@ -62,18 +60,16 @@ def fused_linear_ce_add_grad_weight_(
     used_denominator = None if reduction == "none" else rule.denominator(denominator, reduction)
     upstream = grad_loss.to(rule.wide).expand(rows)
     upstream = upstream if rule.token_weight is None else upstream * rule.token_weight
-    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-    gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=True)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
-        write_linear(x, weight, bias, logits)
+    head = LMHead(weight, bias, 1.0, ignore_index, softcap)
+    chunks = HeadChunks.plan(
+        input, target, head, _WEIGHT_ONLY, True, memory_budget, skip=True, total=grad_weight
+    )
+    for at, logits in chunks:
         torch.ops.liger.cross_entropy_forward_.default(
-            logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
+            logits, target[at], ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
             lse_square_scale, softcap, "sum", *(False,) * 5,
         )  # fmt: skip
-        gradients.add(x, logits, None, computed.ignored(at))
+        chunks.add(at, logits)
 
 
 def fused_linear_logprobs_add_grad_weight_(
@@ -87,21 +83,15 @@ def fused_linear_logprobs_add_grad_weight_(
     for name, tensor in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
         _check_upstream(op, name, tensor, (input.shape[0],))
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
-    if logits_dtype is None:
-        make, (chunk_rows, chunks) = LMHeadGradients, planned_rows(input, weight, False, True, memory_budget)
-    else:
-        make = Float32LMHeadGradients
-        chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
-    gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=True)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
-        head.write_logits(x, logits)
+    chunks = HeadChunks.plan(
+        input, target, head, _WEIGHT_ONLY, True, memory_budget, skip=True, total=grad_weight
+    )
+    for at, logits in chunks:
+        y = target[at]
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
         chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
         head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        gradients.add(x, logits, None, computed.ignored(at))
+        chunks.add(at, logits)
 
 
 register_portable(

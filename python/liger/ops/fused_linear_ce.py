@@ -26,6 +26,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
+from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
 from .._core.dtensor import (
@@ -36,12 +37,12 @@ from .._core.dtensor import (
     refuse_with_shards,
     together,
 )
-from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float16_factor import float16_factor
 from .._core.forward_gradients import gradients_in_forward
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import LMHead, LMHeadGradients, planned_rows
 from .._core.loss_rows import denominator_tensor, flatten_rows
-from .._core.matmul import without_ignored
 from .._core.memory_budget import check_budget_variable
 from .._core.row_blocks import row_blocks
 from .._core.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
@@ -50,28 +51,6 @@ from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .fused_linear_lora import check_lora, lora_ce
 
 # --- torch backend ----------------------------------------------------------------------------------------------
-
-
-class _WeightGradient:
-    """The sum over chunks of ``dlogits.T @ input``, in float32 or in the dtype of the weight."""
-
-    def __init__(self, weight, chunks, exact):
-        wide = accumulate_dtype(weight.dtype)
-        self.weight, self.single = weight, chunks <= 1
-        self.sum = weight.new_zeros(weight.shape, dtype=wide if exact and not self.single else weight.dtype)
-
-    def add(self, dlogits, rows):
-        if self.single:
-            torch.mm(dlogits.t(), rows, out=self.sum)
-        elif self.sum.dtype == dlogits.dtype:
-            self.sum.addmm_(dlogits.t(), rows)
-        else:
-            rows = rows.to(self.sum.dtype)
-            for block in row_blocks(dlogits.t()):
-                self.sum[block].addmm_(dlogits.t()[block].to(self.sum.dtype), rows)
-
-    def result(self):
-        return self.sum.to(self.weight.dtype)
 
 
 def _restricted(rule, rows):
@@ -84,68 +63,38 @@ def _restricted(rule, rows):
 
 def fused_linear_ce_forward_torch(input, weight, target, bias, *rest):
     options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
-    metrics, (need_grad_input, need_grad_weight, need_grad_bias) = Metrics(*flags[:5]), flags[5:]
+    metrics, needs_grad = Metrics(*flags[:5]), flags[5:]
     options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
-    (rows, hidden), vocab = input.shape, weight.shape[0]
-    rule = make_rule("fused_linear_ce", input.dtype, vocab, target, options)
+    rule = make_rule("fused_linear_ce", input.dtype, weight.shape[0], target, options)
     exact = accum_dtype in (None, torch.float32)
     used_denominator = rule.denominator(options.denominator, options.reduction)
     upstream = 1.0 / used_denominator
-    # Ignored rows are left out of the GEMMs, except on a GPU, where finding them would need a synchronisation.
-    computed, index = rows, None
-    ignored = ~rule.valid if input.is_cuda else None
-    if not (input.is_cuda or rule.valid.all()):
-        index = rule.valid.nonzero().squeeze(1)
-        computed, rule = index.numel(), _restricted(rule, index)
-    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        computed, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
+    # Not on a GPU, where finding ignored rows would need a synchronisation.
+    computed = computed_rows(target, options.ignore_index, skip=not input.is_cuda)
+    if computed.index is not None:
+        rule = _restricted(rule, computed.index)
+    chunk_rows, count = planned_rows(input, weight, needs_grad[1], exact, memory_budget, rows=computed.count)
+    gradients = LMHeadGradients(input, weight, bias, needs_grad, count, exact)
+    head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
+    results, chunks, start = (
+        RowResults(rule, metrics),
+        HeadChunks(input, head, computed, gradients, chunk_rows),
+        0,
     )
-    results = RowResults(rule, metrics)
-    need_bias = need_grad_bias and bias is not None
-    new_grad_input = input.new_empty if index is None else input.new_zeros
-    grad_input = new_grad_input(input.shape if need_grad_input else 0)
-    grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
-    grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
-
-    # All chunks use the same memory for their logits, which their gradient overwrites.
-    memory = input.new_empty(min(chunk_rows, computed), vocab)
-    # Operands are cast already; autocast must not cast them again.
-    with torch.autocast(input.device.type, enabled=False):
-        for start in range(0, computed, max(1, chunk_rows)):
-            chunk = slice(start, min(start + chunk_rows, computed))
-            x = input[chunk] if index is None else input[index[chunk]]
-            logits = memory[: x.shape[0]]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
+    for at, logits in chunks:
+        for block in row_blocks(logits):
+            here = slice(start + block.start, start + block.stop)
+            if any(gradients.needs_grad):
+                results.fill_with_gradient(here, logits[block], upstream, logits[block])
             else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            for block in row_blocks(logits):
-                here = slice(start + block.start, start + block.stop)
-                if need_grad_input or grad_weight is not None or need_bias:
-                    results.fill_with_gradient(here, logits[block], upstream, logits[block])
-                else:
-                    results.fill(here, logits[block])
-            if grad_weight is not None:
-                copy = grad_input[chunk] if need_grad_input else None
-                valid = x if ignored is None else without_ignored(x, ignored[chunk], copy)
-                grad_weight.add(logits, valid)
-            if need_grad_input:
-                if index is None:
-                    torch.mm(logits, weight, out=grad_input[chunk])
-                else:
-                    grad_input[index[chunk]] = logits @ weight
-            if need_bias:
-                grad_bias += logits.sum(0, dtype=rule.wide)
-
+                results.fill(here, logits[block])
+        chunks.add(at, logits)
+        start += logits.shape[0]
     reduced = results.reduced(used_denominator, options.reduction)
-    if index is not None:
-        reduced = at_original_rows(reduced, metrics, options.reduction, index, rows)
-    return (
-        *reduced,
-        grad_input,
-        input.new_empty(0) if grad_weight is None else grad_weight.result(),
-        grad_bias.to(input.dtype),
-    )
+    if computed.index is not None:
+        rows = input.shape[0]
+        reduced = at_original_rows(reduced, metrics, options.reduction, computed.index, rows)
+    return *reduced, *chunks.finish()
 
 
 register_family(

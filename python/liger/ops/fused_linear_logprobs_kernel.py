@@ -8,8 +8,8 @@ on no engine of fused_linear_ce.
 import torch
 
 from .._core.arguments import check_classes
-from .._core.computed_rows import computed_rows
 from .._core.dtypes import accumulate_dtype
+from .._core.head_chunks import HeadChunks
 from .._core.kept_logits import (
     EXPONENTIALS,
     LOGITS,
@@ -21,15 +21,7 @@ from .._core.kept_logits import (
     engine_takes,
     new_kept,
 )
-from .._core.lm_head import (
-    LMHead,
-    LMHeadGradients,
-    RowStatistics,
-    check_head,
-    lm_head_gradients,
-    planned_rows,
-)
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows, float32_logits
+from .._core.lm_head import LMHead, RowStatistics, check_head
 from ..backend import register_portable
 from .fused_linear_ce import fused_linear_ce_forward
 
@@ -75,17 +67,11 @@ def fused_linear_logprobs_forward(
     if keep == LOGITS:
         # Columns that align the rows for a GEMM: no value of a tensor that autograd saves depends on chance.
         kept[:, weight.shape[0] :] = 0
-    computed = computed_rows(target, ignore_index, skip=float32 and nothing)
-    if keep == LOGITS:
-        chunk_rows, memory = rows, kept[:, : weight.shape[0]]
-    elif float32:
-        chunk_rows, _ = float32_chunk_rows(input, weight, False, memory_budget)
-        memory = float32_logits(weight, chunk_rows)
-    else:
-        chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-        memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        head.write_logits(input[at], logits)
+    chunks = HeadChunks.plan(
+        input, target, head, (False,) * 3, True, memory_budget, skip=float32 and nothing,
+        memory=kept[:, : weight.shape[0]] if keep == LOGITS else None,
+    )  # fmt: skip
+    for at, logits in chunks:
         statistics = head.statistics(logits, target[at], return_entropy, return_argmax)
         logprobs[at] = statistics.logprobs
         if return_entropy:
@@ -103,6 +89,13 @@ def fused_linear_logprobs_forward(
             if return_entropy:
                 kept_rows[2] = statistics.entropy
     return logprobs, entropy, argmax, log_sum_sq_probs, mean_logits, kept, kept_rows
+
+
+class _KeptChunks(HeadChunks):
+    """:class:`HeadChunks` whose logits ``kept`` has."""
+
+    def _write_logits(self, at, logits):
+        logits.copy_(self.kept[at, : logits.shape[1]])
 
 
 def fused_linear_logprobs_backward(
@@ -137,27 +130,20 @@ def fused_linear_logprobs_backward(
         return *grads, input.new_empty(0)
     head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
     exact = accum_dtype in (None, torch.float32)
-    if float32:
-        chunk_rows, chunks = float32_chunk_rows(input, weight, True, budget)
-        gradients = Float32LMHeadGradients(input, weight, bias, needs_grad, chunks, exact)
-    else:
-        gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, budget)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=float32)
-    computed.clear(gradients.input)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
+    make = _KeptChunks if keep == LOGITS else HeadChunks
+    chunks = make.plan(input, target, head, needs_grad, exact, budget, skip=float32, engine=True)
+    chunks.kept = kept
+    for at, logits in chunks:
+        y = target[at]
         if keep == LOGITS:
-            logits.copy_(kept[at, : weight.shape[0]])
             entropy = kept_rows[2, at] if len(kept_rows) > 2 else None
             statistics = RowStatistics(None, entropy, None, kept_rows[:2, at])
         else:
-            head.write_logits(x, logits)
             statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
         chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
         head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        computed.add(gradients, at, x, logits)
-    return gradients.finish()
+        chunks.add(at, logits)
+    return chunks.finish()
 
 
 register_portable(

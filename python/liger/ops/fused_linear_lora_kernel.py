@@ -5,70 +5,47 @@ device, over GEMMs and the row kernels of cross entropy.
 the device, except under CUDA graph capture.
 """
 
+from functools import partial
+
 import torch
 
 from .._core.arguments import check_classes
-from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtypes import accumulate_dtype
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import LMHead, check_head
 from .._core.low_rank import LowRank, LowRankGradients, check_low_rank
 from ..backend import register_portable
 
 _CE, _LOGPROBS = "fused_linear_ce", "fused_linear_logprobs"
 
 
-class _Chunks:
-    """The chunks of rows of a call, their logits, and their gradients.
+class _Chunks(HeadChunks):
+    """:class:`HeadChunks` with a low-rank term. ``needs_grad``: of input, weight, bias, lora_a, lora_b and down."""
 
-    Args:
-        needs_grad: of input, weight, bias, lora_a, lora_b and down.
-        head: :class:`LMHead`.
-        exact: the weight gradient must be as exact as one float32 sum.
-    """
+    @classmethod
+    def of(cls, x, target, head, factors, scale, needs_grad, exact, memory_budget):
+        low_rank = LowRank.of(x, *factors, scale, head.float32_logits)
+        chunks = cls.plan(x, target, head, needs_grad, exact, memory_budget, skip=True)
+        chunks._low_rank = low_rank
+        chunks._low_rank_gradients = LowRankGradients(low_rank, factors, x.shape[0], needs_grad[3:])
+        return chunks
 
-    def __init__(self, x, target, head, factors, scale, needs_grad, exact, memory_budget):
-        weight, bias, float32 = head.weight, head.bias, head.float32_logits
-        self._x, self._head, self._factor = x, head, 1.0 / head.temperature
-        self._needs_grad = needs_grad
-        self._low_rank = LowRank.of(x, *factors, scale, float32)
-        self._computed = computed_rows(target, head.ignore_index, skip=True)
-        if float32:
-            chunk_rows, chunks = float32_chunk_rows(x, weight, any(needs_grad), memory_budget)
-        else:
-            chunk_rows, chunks = planned_rows(x, weight, needs_grad[1], exact, memory_budget)
-        kind = Float32LMHeadGradients if float32 else LMHeadGradients
-        self._gradients = kind(x, weight, bias, needs_grad[:3], chunks, exact)
-        self._low_rank_gradients = LowRankGradients(self._low_rank, factors, x.shape[0], needs_grad[3:])
-        self._computed.clear(self._gradients.input)
-        self._chunk_rows = chunk_rows
-
-    def __iter__(self):
-        """Of each chunk: (what selects its rows, its logits divided by the temperature). :meth:`add` comes before the
-        next chunk."""
-        memory = self._gradients.new_logits(min(self._chunk_rows, max(self._computed.count, 1)))
-        for at, logits in self._computed.chunks(self._chunk_rows, memory):
-            self._rows = self._x[at]
-            self._down = self._low_rank.down_of(at, self._rows)
-            self._head.write_logits(self._rows, logits)
-            self._low_rank.add_logits(self._down, logits, self._factor)
-            yield at, logits
+    def _write_logits(self, at, logits):
+        self._down = self._low_rank.down_of(at, self.x)
+        super()._write_logits(at, logits)
+        self._low_rank.add_logits(self._down, logits, 1.0 / self._head.temperature)
 
     def add(self, at, dlogits):
-        """Adds the gradients of the chunk, from that of ``x @ weight.T``."""
-        ignored, need_input = self._computed.ignored(at), self._needs_grad[0]
-        grad_down = self._low_rank_gradients.add(at, self._rows, dlogits, self._down, ignored, need_input)
-
-        def add_to_grad_x(grad_x):
-            self._low_rank_gradients.add_grad_input(grad_x, grad_down)
-
-        adds = None if grad_down is None else add_to_grad_x
-        self._computed.add(self._gradients, at, self._rows, dlogits, adds)
+        ignored, need_input = self.rows.ignored(at), self.gradients.needs_grad[0]
+        low_rank = self._low_rank_gradients
+        grad_down = low_rank.add(at, self.x, dlogits, self._down, ignored, need_input)
+        term = None if grad_down is None else partial(low_rank.add_grad_input, grad_down=grad_down)
+        self._add(at, dlogits, ignored, term)
 
     def finish(self):
         """The gradients of input, weight, bias, lora_a, lora_b and down; empty unless needed."""
-        return *self._gradients.finish(), *self._low_rank_gradients.finish()
+        return *super().finish(), *self._low_rank_gradients.finish()
 
 
 def fused_linear_ce_lora_forward(
@@ -91,7 +68,7 @@ def fused_linear_ce_lora_forward(
     )  # fmt: skip
     exact = accum_dtype in (None, torch.float32)
     head = LMHead(weight, bias, 1.0, ignore_index, softcap)
-    chunks = _Chunks(
+    chunks = _Chunks.of(
         input, target, head, (lora_a, lora_b, down), lora_scale, needs_grad, exact, memory_budget
     )
 
@@ -145,7 +122,7 @@ def fused_linear_logprobs_lora_forward(
         memory_budget, logits_dtype,
     )  # fmt: skip
     factors, rows, wide = (lora_a, lora_b, down), input.shape[0], accumulate_dtype(input.dtype)
-    chunks = _Chunks(input, target, head, factors, lora_scale, (False,) * 6, True, memory_budget)
+    chunks = _Chunks.of(input, target, head, factors, lora_scale, (False,) * 6, True, memory_budget)
     flags = True, return_entropy, return_log_sum_sq_probs, return_mean_logits
     logprobs, entropy, *metrics = (input.new_zeros(rows if flag else 0, dtype=wide) for flag in flags)
     argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
@@ -179,7 +156,7 @@ def fused_linear_logprobs_lora_backward(
     )  # fmt: skip
     factors = lora_a, lora_b, down
     exact = accum_dtype in (None, torch.float32)
-    chunks = _Chunks(input, target, head, factors, lora_scale, needs_grad, exact, memory_budget)
+    chunks = _Chunks.of(input, target, head, factors, lora_scale, needs_grad, exact, memory_budget)
     for at, logits in chunks:
         y = target[at]
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
