@@ -88,6 +88,16 @@ class HeadChunks:
         if need_input:
             self.rows.from_memory(self.gradients.input, at, grad_x)
 
+    def add_logprobs(self, target, grad_logprobs, grad_entropy, statistics=None):
+        """Adds the gradients of all chunks, from those of the log-probabilities of targets and, unless None, of the
+        entropies of all rows. ``statistics(at)``: the :class:`.lm_head.RowStatistics` of a chunk, if known."""
+        for at, logits in self:
+            y, with_entropy = target[at], grad_entropy is not None
+            rows = self._head.statistics(logits, y, with_entropy) if statistics is None else statistics(at)
+            chunk_grad_entropy = grad_entropy[at] if with_entropy else None
+            self._head.write_gradient(logits, y, rows, grad_logprobs[at], chunk_grad_entropy)
+            self.add(at, logits)
+
     def finish(self):
         """The gradients of input, weight and bias; empty unless needed."""
         return self.gradients.finish()

@@ -33,6 +33,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.cross_entropy_math import LogProbMetrics
+from .._core.lm_head import HeadOptions
 from .._core.loss_rows import refuse_gradients
 from .._core.memory_budget import check_budget_variable
 from .._core.named_results import serialisable
@@ -191,7 +192,8 @@ class DistillationLoss(nn.Module):
         if target is None:
             target = rows.input.new_full(rows.input.shape[:1], self._any_class, dtype=torch.int64)
         found = logprobs_of_layer(
-            rows.op, NAMES_OF_HEAD, rows.input, weight, target, bias, 1.0, self.ignore_index, None, self.memory_budget,
+            rows.op, NAMES_OF_HEAD, rows.input, weight, target, bias,
+            HeadOptions(ignore_index=self.ignore_index, memory_budget=self.memory_budget),
             LogProbMetrics.named(self.metrics),
         )  # fmt: skip
         tokens = zip(TokenMetrics._fields, found, strict=False)

@@ -28,7 +28,7 @@ from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
-from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
+from .._core.cross_entropy_results import CrossEntropyOutput, fake_gradients, fake_results, output_like
 from .._core.dtensor import (
     align_tokens,
     given_shards,
@@ -44,6 +44,7 @@ from .._core.head_chunks import HeadChunks
 from .._core.lm_head import LMHead, LMHeadGradients, planned_rows
 from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.memory_budget import check_budget_variable
+from .._core.op_arguments import by_name
 from .._core.row_blocks import row_blocks
 from .._core.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..backend import register_family
@@ -61,20 +62,22 @@ def _restricted(rule, rows):
     return dataclasses.replace(rule, **{name: getattr(rule, name)[rows] for name in names})
 
 
-def fused_linear_ce_forward_torch(input, weight, target, bias, *rest):
-    options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
-    metrics, needs_grad = Metrics(*flags[:5]), flags[5:]
-    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
+@by_name(torch.ops.liger.fused_linear_ce_forward.default)
+def fused_linear_ce_forward_torch(a):
+    options, metrics = CEOptions.of_op(a), Metrics.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check_linear(input, weight, target, bias)
     rule = make_rule("fused_linear_ce", input.dtype, weight.shape[0], target, options)
-    exact = accum_dtype in (None, torch.float32)
     used_denominator = rule.denominator(options.denominator, options.reduction)
     upstream = 1.0 / used_denominator
     # Not on a GPU, where finding ignored rows would need a synchronisation.
     computed = computed_rows(target, options.ignore_index, skip=not input.is_cuda)
     if computed.index is not None:
         rule = _restricted(rule, computed.index)
-    chunk_rows, count = planned_rows(input, weight, needs_grad[1], exact, memory_budget, rows=computed.count)
-    gradients = LMHeadGradients(input, weight, bias, needs_grad, count, exact)
+    chunk_rows, count = planned_rows(
+        input, weight, a.need_grad_weight, options.exact, options.memory_budget, rows=computed.count
+    )
+    gradients = LMHeadGradients(input, weight, bias, a.needs_grad, count, options.exact)
     head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
     results, chunks, start = (
         RowResults(rule, metrics),
@@ -108,14 +111,11 @@ register_family(
 
 
 @register_fake("liger::fused_linear_ce_forward")
-def _(input, weight, target, bias, *rest):
-    options, (_, _, *flags) = CEOptions(*rest[:8]), rest[8:]
-    need_grad_input, need_grad_weight, need_grad_bias = flags[5:]
+@by_name(torch.ops.liger.fused_linear_ce_forward.default)
+def _(a):
     return (
-        *fake_results(input, input.shape[0], options.reduction, Metrics(*flags[:5])),
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
+        *fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a)),
+        *fake_gradients(a),
     )
 
 
@@ -156,24 +156,12 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
 
 
-def _run(
-    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False,
-    lora=None, shards=None,
-):  # fmt: skip
+def _run(input, weight, target, bias, options, metrics, accumulate_grad_weight=False, lora=None, shards=None):
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
     check_denominator("fused_linear_ce", options.denominator, options.reduction)
     if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
         found = in_shards["fused_linear_ce"](
-            "fused_linear_ce",
-            input,
-            weight,
-            target,
-            bias,
-            options,
-            accum_dtype,
-            memory_budget,
-            metrics,
-            shards,
+            "fused_linear_ce", input, weight, target, bias, options, metrics, shards
         )
         if found is not None:
             return found
@@ -181,25 +169,20 @@ def _run(
     if parameter is not None:
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
-    check_accum_dtype("fused_linear_ce", "input", input, accum_dtype)
+    check_accum_dtype("fused_linear_ce", "input", input, options.accum_dtype)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "fused_linear_ce", "input", input, target, token_weight
     )
-    flat_options = (options.ce_weight, flat_weight, *options[2:])
+    options = options._replace(token_weight=flat_weight)
     float16 = _float16_factor(rows, weight, flat_target, bias, options, () if lora is None else lora[:2])
-    used = flat_options if float16 is None else (*flat_options[:2], float16[0], *flat_options[3:])
+    used = options if float16 is None else options._replace(denominator=float16[0])
     if lora is not None:
         *factors, scale = lora
-        results = lora_ce(
-            rows, weight, flat_target, bias, (*factors, None), scale, CEOptions(*used), accum_dtype, memory_budget,
-            metrics,
-        )  # fmt: skip
+        results = lora_ce(rows, weight, flat_target, bias, (*factors, None), scale, used, metrics)
     else:
-        results = fused_linear_ce_forward(
-            rows, weight, flat_target, bias, *used, accum_dtype, memory_budget,
-            *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
-        )  # fmt: skip
+        needs_grad = (False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)
+        results = fused_linear_ce_forward(rows, weight, flat_target, bias, *used, *metrics, *needs_grad)
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.
         results = results[:6]
     if float16 is not None:
@@ -209,16 +192,13 @@ def _run(
         return output_like(tokens, options.reduction, metrics, results)
     if parameter is not None:
         # A plain tuple: at a graph break torch.compile of torch 2.11 loses fields of a named tuple.
-        loss = ce_adding_grad_weight(
-            results[0], parameter, rows, flat_target, bias, flat_options, memory_budget
-        )
+        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options)
         results = loss, *results[1:]
     return output_like(tokens, options.reduction, metrics, results)
 
 
-def _composite(input, weight, target, bias=None, *rest):
-    accum_dtype, memory_budget = (*rest[8:], None, None)[:2]
-    return _run(input, weight, target, bias, CEOptions(*rest[:8]), accum_dtype, memory_budget, Metrics())
+def _composite(input, weight, target, bias=None, *options):
+    return _run(input, weight, target, bias, CEOptions(*options), Metrics())
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -340,6 +320,8 @@ def fused_linear_ce(
         lse_square_scale=lse_square_scale,
         softcap=softcap,
         reduction=reduction,
+        accum_dtype=accum_dtype,
+        memory_budget=memory_budget,
     )
     shards = given_shards(group, vocab_start, vocab_size)
     refuse_with_shards(
@@ -352,7 +334,5 @@ def fused_linear_ce(
             "fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b,
             accumulate_grad_weight=(accumulate_grad_weight, (False,)),
         )  # fmt: skip
-    return _run(
-        input, weight, target, bias, options, accum_dtype, memory_budget, Metrics.named(metrics),
-        accumulate_grad_weight, lora, shards,
-    )  # fmt: skip
+    metrics = Metrics.named(metrics)
+    return _run(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 
 from .._core.arguments import check_classes
-from .._core.cross_entropy_math import CEOptions, make_rule
+from .._core.cross_entropy_math import CEOptions, LogProbMetrics, Metrics, make_rule
 from .._core.dtypes import accumulate_dtype
 from .._core.head_chunks import HeadChunks
-from .._core.lm_head import LMHead, check_head
+from .._core.lm_head import HeadOptions, LMHead
 from .._core.low_rank import LowRank, LowRankGradients, check_low_rank
+from .._core.op_arguments import by_name
 from ..backend import register_portable
 
 _CE, _LOGPROBS = "fused_linear_ce", "fused_linear_logprobs"
@@ -48,28 +49,19 @@ class _Chunks(HeadChunks):
         return *super().finish(), *self._low_rank_gradients.finish()
 
 
-def fused_linear_ce_lora_forward(
-    input, weight, target, bias, lora_a, lora_b, down, ce_weight, token_weight, denominator, lora_scale, ignore_index,
-    label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss,
-    return_token_accuracy, return_argmax, return_logprobs, return_entropy, need_grad_input, need_grad_weight,
-    need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down,
-):  # fmt: skip
-    options = CEOptions(
-        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction
-    )  # fmt: skip
-    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
-    check_low_rank(_CE, input, weight, lora_a, lora_b, down)
+@by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
+def fused_linear_ce_lora_forward(a):
+    options, metrics = CEOptions.of_op(a), Metrics.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check_linear(input, weight, target, bias)
+    factors = _checked_factors(_CE, a)
     rows, rule = input.shape[0], make_rule(_CE, input.dtype, weight.shape[0], target, options)
-    per_row, wide = reduction == "none", rule.wide
-    used_denominator = rule.denominator(denominator, reduction)
+    per_row, wide, token_weight = options.reduction == "none", rule.wide, options.token_weight
+    used_denominator = rule.denominator(options.denominator, options.reduction)
     divisor = None if per_row else used_denominator
-    needs_grad = (
-        need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down
-    )  # fmt: skip
-    exact = accum_dtype in (None, torch.float32)
-    head = LMHead(weight, bias, 1.0, ignore_index, softcap)
+    head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
     chunks = _Chunks.of(
-        input, target, head, (lora_a, lora_b, down), lora_scale, needs_grad, exact, memory_budget
+        input, target, head, factors, a.lora_scale, a.needs_grad, options.exact, options.memory_budget
     )
 
     def reduced(requested):
@@ -81,17 +73,19 @@ def fused_linear_ce_lora_forward(
     def of_rows(requested, value=0.0, dtype=wide):
         return input.new_full((rows if requested else 0,), value, dtype=dtype)
 
-    need_predicted = return_argmax or return_token_accuracy
-    loss, z_loss = reduced(True), reduced(return_z_loss)
+    need_predicted = metrics.argmax or metrics.token_accuracy
+    loss, z_loss = reduced(True), reduced(metrics.z_loss)
     predicted = of_rows(need_predicted, -1, torch.int64)
-    logprobs, entropy = of_rows(return_logprobs), of_rows(return_entropy)
-    flags = return_z_loss, False, need_predicted, return_logprobs, return_entropy
+    logprobs, entropy = of_rows(metrics.logprobs), of_rows(metrics.entropy)
+    flags = metrics._replace(token_accuracy=False, argmax=need_predicted)
     for at, logits in chunks:
-        arguments = (
-            logits, target[at], ce_weight, None if token_weight is None else token_weight[at].contiguous(), divisor,
-            ignore_index, label_smoothing, lse_square_scale, softcap, "none" if per_row else "sum", *flags,
-        )  # fmt: skip
-        if any(needs_grad):
+        chunk_options = options._replace(
+            token_weight=None if token_weight is None else token_weight[at].contiguous(),
+            denominator=divisor,
+            reduction="none" if per_row else "sum",
+        )
+        arguments = logits, target[at], *chunk_options.of_logits, *flags
+        if any(a.needs_grad):
             results = torch.ops.liger.cross_entropy_forward_.default(*arguments)
             chunks.add(at, logits)
         else:
@@ -105,77 +99,60 @@ def fused_linear_ce_lora_forward(
             if every.numel():
                 every[at] = values
     accuracy = input.new_empty(0, dtype=wide)
-    if return_token_accuracy:
+    if metrics.token_accuracy:
         hits = (predicted == rule.class_index) & rule.has_class
         accuracy = hits.sum(dtype=wide) / rule.valid.sum(dtype=wide)
-    predicted = predicted if return_argmax else predicted.new_empty(0)
+    predicted = predicted if metrics.argmax else predicted.new_empty(0)
     return loss, z_loss, accuracy, predicted, logprobs, entropy, *chunks.finish()
 
 
-def fused_linear_logprobs_lora_forward(
-    input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature, ignore_index, softcap, memory_budget,
-    return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False, logits_dtype=None,
-    accum_dtype=None,
-):  # fmt: skip
-    head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
-        memory_budget, logits_dtype,
-    )  # fmt: skip
-    factors, rows, wide = (lora_a, lora_b, down), input.shape[0], accumulate_dtype(input.dtype)
-    chunks = _Chunks.of(input, target, head, factors, lora_scale, (False,) * 6, True, memory_budget)
-    flags = True, return_entropy, return_log_sum_sq_probs, return_mean_logits
-    logprobs, entropy, *metrics = (input.new_zeros(rows if flag else 0, dtype=wide) for flag in flags)
-    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+def fused_linear_logprobs_lora_forward(a):
+    head, chunks = _logprob_chunks(a, (False,) * 6)
+    requested, rows, wide = LogProbMetrics.of_op(a), a.input.shape[0], accumulate_dtype(a.input.dtype)
+    others = requested.log_sum_sq_probs, requested.mean_logits
+    logprobs, entropy, *metrics = (
+        a.input.new_zeros(rows if flag else 0, dtype=wide) for flag in (True, requested.entropy, *others)
+    )
+    argmax = a.target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
     for at, logits in chunks:
-        y = target[at]
-        statistics = head.statistics(logits, y, return_entropy, return_argmax)
+        y = a.target[at]
+        statistics = head.statistics(logits, y, requested.entropy, requested.argmax)
         results = [
             (logprobs, statistics.logprobs),
             (entropy, statistics.entropy),
             (argmax, statistics.argmax),
         ]
-        if any(flags[2:]):
-            results += zip(metrics, head.metrics(logits, y, *flags[2:]), strict=True)
+        if any(others):
+            results += zip(metrics, head.metrics(logits, y, *others), strict=True)
         for every, values in results:
             if every.numel():
                 every[at] = values
     return logprobs, entropy, argmax, *metrics
 
 
-def fused_linear_logprobs_lora_backward(
-    grad_logprobs, grad_entropy, input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature,
-    ignore_index, softcap, memory_budget, need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a,
-    need_grad_lora_b, need_grad_down, logits_dtype=None, accum_dtype=None,
-):  # fmt: skip
-    head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
-        memory_budget, logits_dtype,
-    )  # fmt: skip
-    needs_grad = (
-        need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down
-    )  # fmt: skip
-    factors = lora_a, lora_b, down
-    exact = accum_dtype in (None, torch.float32)
-    chunks = _Chunks.of(input, target, head, factors, lora_scale, needs_grad, exact, memory_budget)
-    for at, logits in chunks:
-        y = target[at]
-        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
-        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        chunks.add(at, logits)
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)
+def fused_linear_logprobs_lora_backward(a):
+    _, chunks = _logprob_chunks(a, a.needs_grad)
+    chunks.add_logprobs(a.target, a.grad_logprobs, a.grad_entropy)
     return chunks.finish()
 
 
-def _checked_head(
-    input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype, memory_budget,
-    logits_dtype,
-):  # fmt: skip
-    check_head(
-        _LOGPROBS, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+def _checked_factors(op, a):
+    check_low_rank(op, a.input, a.weight, a.lora_a, a.lora_b, a.down)
+    return a.lora_a, a.lora_b, a.down
+
+
+def _logprob_chunks(a, needs_grad):
+    """(the :class:`LMHead`, its chunks) of an op of log-probabilities."""
+    options, layer = HeadOptions.of_op(a), (a.input, a.weight, a.target, a.bias)
+    options.check(_LOGPROBS, *layer)
+    factors = _checked_factors(_LOGPROBS, a)
+    check_classes(_LOGPROBS, "target", a.target, a.weight.shape[0], options.ignore_index)
+    head = options.head(a.weight, a.bias)
+    return head, _Chunks.of(
+        a.input, a.target, head, factors, a.lora_scale, needs_grad, options.exact, options.memory_budget
     )
-    check_low_rank(_LOGPROBS, input, weight, lora_a, lora_b, down)
-    check_classes(_LOGPROBS, "target", target, weight.shape[0], ignore_index)
-    return LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
 
 
 register_portable(
