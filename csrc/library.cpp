@@ -77,10 +77,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // The gradient of sum(grad_loss * loss of the row) with respect to the student, grad_loss (N,) or ()
   m.def("divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
 
-  // input (..., H) and weight (V, H) of the student; teacher: hidden states (..., Ht) with teacher_weight (V,
-  // Ht), or logits (..., V) without. Composite over fused_linear_divergence_forward
-  m.def("fused_linear_kl_div(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, bool reverse=False, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
-  m.def("fused_linear_jsd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
+  // input (..., H) and weight (V, H) of the student; the teacher: teacher_input (..., Ht) with teacher_weight (V, Ht), or
+  // teacher_logits (..., V). Composite over fused_linear_divergence_forward
+  m.def("fused_linear_kl_div(Tensor input, Tensor weight, Tensor? target=None, Tensor? bias=None, Tensor? teacher_input=None, Tensor? teacher_weight=None, Tensor? teacher_bias=None, Tensor? teacher_logits=None, bool reverse=False, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None, float temperature=1.0) -> Tensor");
+  m.def("fused_linear_jsd(Tensor input, Tensor weight, Tensor? target=None, Tensor? bias=None, Tensor? teacher_input=None, Tensor? teacher_weight=None, Tensor? teacher_bias=None, Tensor? teacher_logits=None, float beta=0.5, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None, float temperature=1.0) -> Tensor");
   // input (N, H), row_weight (N,) or (). soft_loss (N,) = row_weight * soft * divergence from the teacher,
   // empty if soft is 0; hard_loss (N,) = row_weight * hard * cross entropy of the target, empty if hard is 0.
   // loss: the sum of both over all rows, or with per_row of each row. divergence: those of

@@ -240,15 +240,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
-    const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
-    bool return_argmax, bool return_logprobs, bool return_entropy, bool need_grad) {
+    const std::string& reduction, bool return_z_loss, bool return_token_accuracy, bool return_argmax,
+    bool return_logprobs, bool return_entropy, bool need_grad) {
   const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
                                         denominator,      ignore_index, label_smoothing,
                                         lse_square_scale, softcap,      reduction};
   arguments.check(kOp, logits);
-  Forward call(
-      "cross_entropy_forward", logits, arguments,
-      {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
+  Forward call("cross_entropy_forward", logits, arguments,
+               {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
   std::optional<RowOutput> gradient;
   if (need_grad) {
     gradient = row_output(new_like(logits));
@@ -273,8 +272,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
-    const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
-    bool return_argmax, bool return_logprobs, bool return_entropy) {
+    const std::string& reduction, bool return_z_loss, bool return_token_accuracy, bool return_argmax,
+    bool return_logprobs, bool return_entropy) {
   const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
                                         denominator,      ignore_index, label_smoothing,
                                         lse_square_scale, softcap,      reduction};
@@ -284,9 +283,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
                  {"ce_weight", ce_weight},
                  {"token_weight", token_weight},
                  {"denominator", denominator}});
-  Forward call(
-      "cross_entropy_forward_", logits, arguments,
-      {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
+  Forward call("cross_entropy_forward_", logits, arguments,
+               {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
   call.run(call.logits.tensor.mutable_data_ptr(), call.logits.rows.stride);
   write_back(logits, call.logits);
   const CrossEntropyResults& r = call.results;

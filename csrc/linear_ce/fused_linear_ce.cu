@@ -52,9 +52,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const FusedLinearCeGradients gradients =
       plan ? fused_linear_ce_sm90(call, *plan) : fused_linear_ce_generic(call);
   results.reduce(kOp, options, used_denominator);
-  return {results.loss,     results.z_loss,  results.token_accuracy, results.argmax,
-          results.logprobs, results.entropy, gradients.input,        gradients.weight,
-          gradients.bias};
+  return {results.loss,    results.z_loss,  results.token_accuracy, results.argmax, results.logprobs,
+          results.entropy, gradients.input, gradients.weight,       gradients.bias};
 }
 
 }  // namespace

@@ -168,7 +168,7 @@ def test_module_with_a_denominator():
     expected = liger.fused_linear_ce(*whole[:2], target, whole[2])
     expected.backward()
     leaves, given = vocab_arguments((S0, R), whole, target)
-    head = liger.nn.FusedLinearCrossEntropyLoss()
+    head = liger.nn.FusedLinearCrossEntropyLoss(group=mesh().get_group("tensor"))
     loss = head(*leaves[:2], given, leaves[2], denominator=int((target != -100).sum()))
     loss.backward()
     total = DTensor.from_local(loss.detach(), mesh(), (P, R), run_check=False).full_tensor()
@@ -253,7 +253,7 @@ def test_weights_that_fully_shard_has_sharded():
     with pytest.raises(
         RuntimeError, match="within the forward of the module whose parameters fully_shard gathers"
     ):
-        in_shards.fused_linear_ce(hidden, head.weight, own(target))
+        liger.fused_linear_ce(hidden, head.weight, own(target), group=mesh().get_group("tensor"))
     loss = head(hidden, own(target))
     loss.backward()
     # fully_shard averages over its dimension.

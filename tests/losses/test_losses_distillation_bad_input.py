@@ -39,7 +39,8 @@ def test_label_that_is_no_class(device, name, temperature, wrong):
         assert loss.isnan() and hard.isnan() and soft.isfinite()
         assert nan.nonzero().tolist() == [[0, 1]]
     # Without cross entropy they say no more than which tokens count.
-    soft = DISTANCES[name][0](**DISTANCES[name][1], weight_hard_loss=0.0, weight_soft_loss=1.0)
+    options = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "metrics": ("entropy",)}
+    soft = DISTANCES[name][0](**DISTANCES[name][1], **options)
     assert call(name, soft, tensors).isfinite()
 
 

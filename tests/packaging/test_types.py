@@ -143,6 +143,20 @@ def test_the_types_of_the_options_of_patch_have_their_names():
     assert set(shown) == {"model", "verbose", *NAMES}
 
 
+def test_the_types_of_the_options_of_losses_have_their_names():
+    losses = importlib.import_module("liger.losses")
+
+    def options(cls):
+        parameters = inspect.signature(cls).parameters.values()
+        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+    assert list(losses.LossOptions.__annotations__) == options(losses.FusedLinearLoss)
+    assert list(losses.DistillationOptions.__annotations__) == options(losses.DistillationLoss)
+    of_ppo = {"beta", "epsilon_low", "epsilon_high", "loss_type"}
+    of_family = [name for name in options(losses.FusedLinearGRPOLoss) if name not in of_ppo]
+    assert list(losses.PolicyOptions.__annotations__) == [*options(losses.FusedLinearLoss), *of_family]
+
+
 def test_dir_lists_public_names_alone():
     liger = importlib.import_module("liger")
     lazy = {"losses", "nn", "patch", "transformers", "trl", "unpatch"}

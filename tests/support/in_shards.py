@@ -1,4 +1,5 @@
-"""Functions of an lm_head whose classes are sharded over all processes, unless a call says over which."""
+"""Functions of an lm_head whose classes are sharded: over the processes of a DTensor, else over all processes, unless a
+call says over which. With a group results are plain tensors."""
 
 import functools
 
@@ -6,22 +7,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import liger
+from liger.distributed._vocab_shards import vocab_group
 
 
-def _over_all(function):
+def _with_group(function, main, dim):
+    """``main``: the position of the tensor whose dimension ``dim`` has the classes."""
+
     @functools.wraps(function)
     def call(*arguments, **options):
-        # A DTensor says itself over which processes.
-        has_dtensor = any(isinstance(value, DTensor) for value in (*arguments, *options.values()))
-        if not has_dtensor and all(
-            options.get(name) is None for name in ("group", "vocab_start", "vocab_size")
-        ):
-            options["group"] = dist.group.WORLD
+        if all(options.get(name) is None for name in ("group", "vocab_start", "vocab_size")):
+            sharded = arguments[main]
+            is_dtensor = isinstance(sharded, DTensor)
+            options["group"] = vocab_group(sharded, dim) if is_dtensor else dist.group.WORLD
         return function(*arguments, **options)
 
     return call
 
 
-cross_entropy = _over_all(liger.cross_entropy)
-fused_linear_ce = _over_all(liger.fused_linear_ce)
-fused_linear_logprobs = _over_all(liger.fused_linear_logprobs)
+cross_entropy = _with_group(liger.cross_entropy, 0, -1)
+fused_linear_ce = _with_group(liger.fused_linear_ce, 1, 0)
+fused_linear_logprobs = _with_group(liger.fused_linear_logprobs, 1, 0)

@@ -1,21 +1,67 @@
-"""The public ops as data: how to call each one, and the same in plain torch."""
+"""The public ops as data: how to call each one, and the same in plain torch. Declared ops need no entry."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import liger
+from liger._core.declared import declarations, overload
 
 HIDDEN, VOCAB = 16, 11
 
 
 @dataclass
 class Case:
+    """One op.
+
+    Attributes:
+        function: takes the tensors of the op by position.
+        plain: the same in plain torch; None: the torch backend, which is the reference formula of a declared op.
+        make: (tokens) -> inputs.
+        token_dims: per input, the dimension of the tokens, or None.
+        alike: how many of the first inputs have the shape of the first one.
+    """
+
     function: object
-    plain: object  # the same in plain torch
-    make: object  # (tokens) -> inputs
-    token_dims: tuple  # per input, the dimension of the tokens or None
+    plain: object
+    make: object
+    token_dims: tuple
+    alike: int = 1
+
+    def reference(self, *inputs):
+        if self.plain is not None:
+            return self.plain(*inputs)
+        with liger.use_backend("torch"):
+            return self.function(*inputs)
+
+
+_CHANNEL_GROUPS = 4
+
+
+def _declared(declaration):
+    """The case of a declared op: its tensors, and the options that have no default."""
+    arguments = overload(declaration.ops[0])._schema.arguments
+    names = [a.name for a in arguments if a.name in declaration.shapes]
+    required = {
+        a.name: _CHANNEL_GROUPS
+        for a in arguments
+        if a.name not in declaration.shapes and not a.has_default_value()
+    }
+    function = getattr(liger, declaration.ops[0])
+
+    def call(*tensors):
+        return function(**dict(zip(names, tensors, strict=True)), **required)
+
+    def make(tokens):
+        main = (tokens, HIDDEN, 5) if declaration.dims[0] == "batch" else (2, tokens, HIDDEN)
+        shapes = ((HIDDEN,) if declaration.is_parameter(name) else main for name in names)
+        return tuple(_randn(*shape) for shape in shapes)
+
+    tokens = 0 if declaration.dims[0] == "batch" else 1
+    dims = tuple(None if declaration.is_parameter(name) else tokens for name in names)
+    return Case(functools.wraps(function)(call), None, make, dims, dims.count(tokens))
 
 
 def _randn(*shape):
@@ -32,10 +78,6 @@ def _plain_rms_norm(x, weight):
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), 1e-6).to(x.dtype)
 
 
-def _plain_fused_add_rms_norm(x, residual, weight):
-    return _plain_rms_norm(x + residual, weight), x + residual
-
-
 def _plain_rope(q, k, cos, sin):
     def turned(x):
         return torch.cat((-x[..., HIDDEN // 2 :], x[..., : HIDDEN // 2]), -1)
@@ -43,14 +85,6 @@ def _plain_rope(q, k, cos, sin):
     return q * cos.to(q.dtype) + turned(q) * sin.to(q.dtype), k * cos.to(k.dtype) + turned(k) * sin.to(
         k.dtype
     )
-
-
-def _plain_packed(activation):
-    def plain(gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return activation(gate) * up
-
-    return plain
 
 
 EXPERTS = 3
@@ -65,33 +99,11 @@ def _plain_experts(x, index, weights, gate_up, down):
 
 
 CASES = {
-    "rms_norm": Case(
-        liger.rms_norm, _plain_rms_norm, lambda t: (_randn(2, t, HIDDEN), _randn(HIDDEN)), (1, None)
-    ),
-    "fused_add_rms_norm": Case(
-        liger.fused_add_rms_norm,
-        _plain_fused_add_rms_norm,
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
-        (1, 1, None),
-    ),
-    "rms_norm_gated": Case(
-        liger.rms_norm_gated,
-        lambda x, gate, weight: _plain_rms_norm(x, weight) * F.silu(gate),
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
-        (1, 1, None),
-    ),
-    "layer_norm": Case(
-        liger.layer_norm,
-        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
-        lambda t: (_randn(2, t, HIDDEN), _randn(HIDDEN), _randn(HIDDEN)),
-        (1, None, None),
-    ),
-    "group_norm": Case(
-        lambda x, weight, bias: liger.group_norm(x, 4, weight, bias),
-        lambda x, weight, bias: F.group_norm(x, 4, weight, bias),
-        lambda t: (_randn(t, HIDDEN, 5), _randn(HIDDEN), _randn(HIDDEN)),
-        (0, None, None),
-    ),
+    op: _declared(declaration)
+    for op, declaration in declarations().items()
+    if op == declaration.ops[0] and hasattr(liger, op)
+}
+CASES |= {
     "rope": Case(
         liger.rope,
         _plain_rope,
@@ -110,26 +122,6 @@ CASES = {
         ),
         (2, 2, None, None, 0, 0),
     ),
-    "swiglu": Case(
-        liger.swiglu,
-        lambda gate, up: F.silu(gate) * up,
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN)),
-        (1, 1),
-    ),
-    "swiglu_packed": Case(
-        liger.swiglu_packed, _plain_packed(F.silu), lambda t: (_randn(2, t, HIDDEN),), (1,)
-    ),
-    "geglu": Case(
-        liger.geglu,
-        lambda gate, up: F.gelu(gate) * up,
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN)),
-        (1, 1),
-    ),
-    "geglu_packed": Case(liger.geglu_packed, _plain_packed(F.gelu), lambda t: (_randn(2, t, HIDDEN),), (1,)),
-    "relu_squared": Case(
-        liger.relu_squared, lambda x: F.relu(x).square(), lambda t: (_randn(2, t, HIDDEN),), (1,)
-    ),
-    "softmax": Case(liger.softmax, lambda x: F.softmax(x, -1), lambda t: (_randn(2, t, HIDDEN),), (1,)),
     "tiled_mlp": Case(
         liger.tiled_mlp,
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),

@@ -117,9 +117,8 @@ void shard_grad_weight(const Tensor& input, const Tensor& weight, std::optional<
                        bool need_grad_input, std::vector<int64_t> plan, int64_t index, const Tensor& state,
                        const Tensor& target_logit, const Tensor& rows, const Tensor& grad_weight,
                        const Tensor& panel_workspace, const Tensor& workspace) {
-  const ShardStep step("shard grad_weight",
-                       {input, weight, softcap, need_grad_input, plan, index, state, target_logit, rows,
-                        grad_weight, panel_workspace, workspace});
+  const ShardStep step("shard grad_weight", {input, weight, softcap, need_grad_input, plan, index, state,
+                                             target_logit, rows, grad_weight, panel_workspace, workspace});
   step.chunk().grad_weight();
 }
 

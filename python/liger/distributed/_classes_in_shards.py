@@ -109,7 +109,9 @@ def _takes_layer(input, weight, bias):
 
 
 def _bias_like(weight, bias):
-    return bias.redistribute(placements=weight.placements) if isinstance(bias, DTensor) else bias
+    if not isinstance(bias, DTensor) or bias.placements == weight.placements:
+        return bias
+    return bias.redistribute(placements=weight.placements)
 
 
 def fused_linear_ce(op, input, weight, target, bias, options, metrics, shards=None):

@@ -32,14 +32,12 @@ from .._core.arguments import (
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
-from .._core.cross_entropy_math import LogProbMetrics
-from .._core.lm_head import HeadOptions
 from .._core.loss_rows import refuse_gradients
 from .._core.memory_budget import check_budget_variable
 from .._core.named_results import serialisable
 from ..ops.divergence import jsd_divergence
+from ..ops.fused_linear_ce import fused_linear_ce
 from ..ops.fused_linear_divergence import fused_linear_distillation
-from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import as_scalar
 from .base import NAMES_OF_HEAD, TOKEN_METRICS, TokenMetric, TokenMetrics, check_choice
 
@@ -98,7 +96,7 @@ class DistillationLoss(nn.Module):
             computed.
         ignore_index: the target of ignored tokens.
         metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics of the student's tokens that
-            ``forward`` returns. They cost one more GEMM of the student's head.
+            ``forward`` returns. They cost one more GEMM of the student's head, whose logits a backend may round.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by default
             512 MiB.
@@ -163,15 +161,11 @@ class DistillationLoss(nn.Module):
                 if wanted:
                     raise ValueError(f"{op}: no target, expected one for {what}")
             if mask is not None:
-                target = mask.new_full(mask.shape, self._any_class, dtype=torch.int64)
+                # Any class except ignore_index.
+                target = mask.new_full(mask.shape, int(self.ignore_index == 0), dtype=torch.int64)
         if mask is not None:
             target = torch.where(mask != 0, target, self.ignore_index)
         return _Rows(op, input.flatten(0, -2), None if target is None else target.flatten(), token_shape)
-
-    @property
-    def _any_class(self):
-        """A target for tokens without one, which no result reads."""
-        return int(self.ignore_index == 0)
 
     def _flatten_teacher(self, rows, input, name, teacher):
         """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
@@ -184,25 +178,25 @@ class DistillationLoss(nn.Module):
         refuse_gradients(rows.op, **{name: teacher})
         return teacher.flatten(0, -2)
 
-    @torch.no_grad()
-    def _token_metrics(self, rows, weight, bias):
+    def _token_metrics(self, rows, input, weight, bias):
         if not self.metrics:
             return TokenMetrics()
-        target = rows.target
+        target, any_class = rows.target, int(self.ignore_index == 0)
         if target is None:
-            target = rows.input.new_full(rows.input.shape[:1], self._any_class, dtype=torch.int64)
-        found = logprobs_of_layer(
-            rows.op, NAMES_OF_HEAD, rows.input, weight, target, bias,
-            HeadOptions(ignore_index=self.ignore_index, memory_budget=self.memory_budget),
-            LogProbMetrics.named(self.metrics),
+            target = input.new_full(input.shape[:1], any_class, dtype=torch.int64)
+        elif "logprobs" not in self.metrics:
+            # Targets that only say which tokens count need not be classes.
+            target = torch.where(target == self.ignore_index, target, any_class)
+        # The metrics of this function are without gradient under every tracer, some of which drop detach and no_grad.
+        layer = [t if t is None else t.detach() for t in (input, weight, target, bias)]
+        found = fused_linear_ce(
+            *layer, ignore_index=self.ignore_index, reduction="sum", memory_budget=self.memory_budget,
+            metrics=TokenMetrics._fields,
         )  # fmt: skip
-        tokens = zip(TokenMetrics._fields, found, strict=False)
-        return TokenMetrics(
-            *(t.view(rows.token_shape) if name in self.metrics else None for name, t in tokens)
-        )
+        tokens = {"logprobs": found.logprobs, "entropy": found.entropy, "argmax": found.argmax}
+        return TokenMetrics(**{name: tokens[name].view(rows.token_shape) for name in self.metrics})
 
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
-        tokens = self._token_metrics(rows, weight, bias)
         # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast them.
         input, weight, bias, *heads = autocast_operands(
             rows.input,
@@ -216,7 +210,7 @@ class DistillationLoss(nn.Module):
         check_accum_dtype(rows.op, NAMES_OF_HEAD.input, input, self.accum_dtype)
         check_layer(rows.op, NAMES_OF_HEAD, input, weight, bias, rows.target)
         # The op checks classes too, but does not know the name of the loss.
-        if rows.target is not None and self.weight_hard_loss:
+        if rows.target is not None and (self.weight_hard_loss or "logprobs" in self.metrics):
             check_given_classes(rows.op, "target", rows.target, weight.shape[0], self.ignore_index)
         if indices is not None:
             # Padding of a row has no class, and an ignored row has none that counts.
@@ -239,6 +233,7 @@ class DistillationLoss(nn.Module):
         row_weight = divisor.to(torch.promote_types(input.dtype, torch.float32)).reciprocal()
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
+        tokens = self._token_metrics(rows, input, weight, bias)
         loss, *terms = fused_linear_distillation(
             rows.op, input, weight, teacher, heads[1], indices, rows.target, bias, heads[2], row_weight, divergence,
             beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss, self.ignore_index, False,

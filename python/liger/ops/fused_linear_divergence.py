@@ -98,7 +98,7 @@ def fused_linear_distillation(
 
 def _run(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
-    temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name="teacher",
+    temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name,
 ):  # fmt: skip
     # A teacher given as logits is not an operand of a GEMM, so autocast does not cast it.
     operands = (input, weight, bias, teacher_weight, teacher_bias)
@@ -137,39 +137,6 @@ def _run(
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _composite(op, divergence_of):
-    """The op without autograd of its own: ``divergence_of(option)`` is (the name of the divergence, beta)."""
-
-    def composite(
-        input, weight, teacher, teacher_weight=None, target=None, bias=None, teacher_bias=None, token_weight=None,
-        denominator=None, option=None, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
-        memory_budget=None,
-    ):  # fmt: skip
-        return _run(
-            op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator,
-            *divergence_of(option), temperature, ignore_index, reduction, accum_dtype, memory_budget,
-        )  # fmt: skip
-
-    return composite
-
-
-def _kl_div(reverse: bool | None) -> tuple[str, float]:
-    return "reverse_kl" if reverse else "forward_kl", 0.5
-
-
-def _jsd(beta: float | None) -> tuple[str, float]:
-    beta = 0.5 if beta is None else beta
-    return jsd_divergence(beta), beta
-
-
-_library = torch.library.Library("liger", "IMPL")
-for _op, _divergence_of in (("fused_linear_kl_div", _kl_div), ("fused_linear_jsd", _jsd)):
-    _library.impl(_op, _composite(_op, _divergence_of), "CompositeImplicitAutograd")
-
-
-# --- public API ---------------------------------------------------------------------------------------------------
-
-
 def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
     """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one teacher."""
     if (teacher_input is None) == (teacher_logits is None):
@@ -186,6 +153,52 @@ def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
         if tensor is not None:
             raise ValueError(f"{op}: {name} was given with teacher_logits, expected it with teacher_input")
     return teacher_logits, "teacher_logits"
+
+
+def _of_divergence(
+    op, divergence, input, weight, target, bias, teacher_input, teacher_weight, teacher_bias, teacher_logits,
+    token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
+):  # fmt: skip
+    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    return _run(
+        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, *divergence,
+        temperature, ignore_index, reduction, accum_dtype, memory_budget, name,
+    )  # fmt: skip
+
+
+def _kl_div(reverse: bool) -> tuple[str, float]:
+    return "reverse_kl" if reverse else "forward_kl", 0.5
+
+
+def _jsd(beta: float) -> tuple[str, float]:
+    return jsd_divergence(beta), beta
+
+
+def _composite(op, divergence_of, default):
+    """The op of ``torch.ops.liger``, whose option behind the teacher selects the divergence."""
+
+    def composite(
+        input, weight, target=None, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None,
+        teacher_logits=None, option=default, token_weight=None, denominator=None, ignore_index=-100, reduction="mean",
+        accum_dtype=None, memory_budget=None, temperature=1.0,
+    ):  # fmt: skip
+        return _of_divergence(
+            op, divergence_of(option), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
+            teacher_logits, token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
+        )  # fmt: skip
+
+    return composite
+
+
+_library = torch.library.Library("liger", "IMPL")
+for _op, _divergence_of, _default in (
+    ("fused_linear_kl_div", _kl_div, False),
+    ("fused_linear_jsd", _jsd, 0.5),
+):
+    _library.impl(_op, _composite(_op, _divergence_of, _default), "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -249,12 +262,10 @@ def fused_linear_kl_div(
         loss = liger.fused_linear_kl_div(hidden_states, lm_head.weight, labels, **teacher)
     """
     check_budget_variable(memory_budget)
-    op = "fused_linear_kl_div"
-    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    return _run(
-        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator_tensor(denominator, input), *_kl_div(reverse), temperature, ignore_index, reduction, accum_dtype,
-        memory_budget, name,
+    return _of_divergence(
+        "fused_linear_kl_div", _kl_div(reverse), input, weight, target, bias, teacher_input, teacher_weight,
+        teacher_bias, teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction,
+        accum_dtype, memory_budget, temperature,
     )  # fmt: skip
 
 
@@ -298,10 +309,8 @@ def fused_linear_jsd(
         loss = liger.fused_linear_jsd(hidden_states, lm_head.weight, labels, beta=0.1, **teacher)
     """
     check_budget_variable(memory_budget)
-    op = "fused_linear_jsd"
-    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    return _run(
-        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator_tensor(denominator, input), *_jsd(beta), temperature, ignore_index, reduction, accum_dtype,
-        memory_budget, name,
+    return _of_divergence(
+        "fused_linear_jsd", _jsd(beta), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
+        teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction, accum_dtype,
+        memory_budget, temperature,
     )  # fmt: skip
