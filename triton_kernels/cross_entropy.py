@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.cross_entropy_math import CEOptions, check_row_stats
+from .._core.cross_entropy_math import CEOptions, Metrics, check_row_stats
+from .._core.op_arguments import by_name
 from .common import (
     on_device_of,
     output_rows,
@@ -88,19 +89,22 @@ def _forward(gradient, logits, target, options, metrics):
     return *results.reduced(used_denominator, reduction), results.stats, used_denominator
 
 
-def cross_entropy_forward(logits, target, *rest):
-    *rest, need_grad = rest
-    gradient = torch.empty_like(logits) if need_grad else None
-    results = _forward(gradient, logits, target, CEOptions(*rest[:8]), rest[8:])
-    return *results, logits.new_empty(0) if gradient is None else gradient
+@by_name(torch.ops.liger.cross_entropy_forward.default)
+def cross_entropy_forward(a):
+    gradient = torch.empty_like(a.logits) if a.need_grad else None
+    results = _forward(gradient, a.logits, a.target, CEOptions.of_op(a), Metrics.of_op(a))
+    return *results, a.logits.new_empty(0) if gradient is None else gradient
 
 
-def cross_entropy_forward_(logits, target, *rest):
-    return _forward(logits, logits, target, CEOptions(*rest[:8]), rest[8:])[:6]
+@by_name(torch.ops.liger.cross_entropy_forward_.default)
+def cross_entropy_forward_(a):
+    return _forward(a.logits, a.logits, a.target, CEOptions.of_op(a), Metrics.of_op(a))[:6]
 
 
-def _backward(op, out, grad_loss, logits, target, stats, used_denominator, *options):
-    options = CEOptions.of_backward(*options)
+def _backward(op, out, a):
+    grad_loss, logits, target, stats = a.grad_loss, a.logits, a.target, a.stats
+    # Neither a denominator nor a reduction of their own: the defaults of both.
+    options = CEOptions.of_op(a)
     options.check(op, logits, target)
     require_dtype(op, "logits", logits)
     check_row_stats(op, logits, stats)
@@ -116,18 +120,20 @@ def _backward(op, out, grad_loss, logits, target, stats, used_denominator, *opti
     with on_device_of(logits):
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
-            rule.target, stats.contiguous(), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-            logits.shape[0], rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap,
-            rule.smoothing, *tile, num_warps=warps,
+            rule.target, stats.contiguous(), a.used_denominator, rule.ce_weight, rule.token_weight,
+            rule.class_weight_sum, logits.shape[0], rule.n_cols, rule.ignore_index, rule.label_smoothing,
+            rule.lse_square_scale, rule.softcap, rule.smoothing, *tile, num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)
 
 
-def cross_entropy_backward(grad_loss, logits, *rest):
-    grad_logits = torch.empty_like(logits)
-    _backward("cross_entropy_backward", grad_logits, grad_loss, logits, *rest)
+@by_name(torch.ops.liger.cross_entropy_backward.default)
+def cross_entropy_backward(a):
+    grad_logits = torch.empty_like(a.logits)
+    _backward("cross_entropy_backward", grad_logits, a)
     return grad_logits
 
 
-def cross_entropy_backward_(grad_loss, logits, *rest):
-    _backward("cross_entropy_backward_", logits, grad_loss, logits, *rest)
+@by_name(torch.ops.liger.cross_entropy_backward_.default)
+def cross_entropy_backward_(a):
+    _backward("cross_entropy_backward_", a.logits, a)

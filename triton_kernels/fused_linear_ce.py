@@ -10,6 +10,7 @@ import torch
 
 from .._core.cross_entropy_math import CEOptions, Metrics, at_original_rows
 from .._core.matmul import product, without_ignored, write_linear
+from .._core.op_arguments import by_name
 from .common import require_dtype
 from .cross_entropy_rows import RowResults, Rule
 from .valid_rows import ValidRows
@@ -18,10 +19,12 @@ from .valid_rows import ValidRows
 _IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
 
 
-def fused_linear_ce_forward(input, weight, target, bias, *rest):
-    options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
-    metrics, (need_grad_input, need_grad_weight, need_grad_bias) = Metrics(*flags[:5]), flags[5:]
-    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
+@by_name(torch.ops.liger.fused_linear_ce_forward.default)
+def fused_linear_ce_forward(a):
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options, metrics = CEOptions.of_op(a), Metrics.of_op(a)
+    need_grad_input, need_grad_weight, need_grad_bias = a.needs_grad
+    options.check_linear(input, weight, target, bias)
     require_dtype("fused_linear_ce", "input", input)
     (rows, hidden), vocab = input.shape, weight.shape[0]
     rule = Rule.of_options("fused_linear_ce", vocab, target, options)
@@ -34,8 +37,8 @@ def fused_linear_ce_forward(input, weight, target, bias, *rest):
 
     def lay_out(*valid_counts):
         return torch.ops.liger.lay_out_chunks(
-            rows, hidden, vocab, input.element_size(), need_grad_input, need_grad_weight,
-            accum_dtype in (None, torch.float32), memory_budget, *valid_counts,
+            rows, hidden, vocab, input.element_size(), need_grad_input, need_grad_weight, options.exact,
+            options.memory_budget, *valid_counts,
         )  # fmt: skip
 
     logits_in, stride, elements, accumulator_bytes, prefetch_rows, chunks, offsets = lay_out()

@@ -20,6 +20,8 @@ def row_chunks(rows, step, first=None):
 class AllRows:
     """All rows are computed. ``any_ignored``: False if it is known that no row is ignored."""
 
+    index: torch.Tensor | None = None  # of the computed rows; None: all
+
     def __init__(self, target, ignore_index, any_ignored=True):
         self.count = target.shape[0]
         self._target, self._ignore_index, self._any_ignored = target, ignore_index, any_ignored
@@ -32,6 +34,10 @@ class AllRows:
         """Of each chunk of so many of these rows: what selects them, and their rows of the memory for logits."""
         for chunk in row_chunks(self.count, rows):
             yield self.at(chunk), memory[: chunk.stop - chunk.start]
+
+    def of(self, x, at):
+        """The rows of a chunk of x."""
+        return x[at]
 
     def ignored(self, at):
         """(rows of the chunk,) mask of ignored rows; None: no row is ignored."""
@@ -51,25 +57,15 @@ class AllRows:
         """Rounds values to the rows of a gradient."""
         gradient[at] = values
 
-    def add(self, gradients, at, x, dlogits, add_to_grad_x=None):
-        """Adds the gradients of a chunk, of which the input has the rows x, to :class:`LMHeadGradients`.
-        ``add_to_grad_x(grad_x)`` may add another term to the gradient of x."""
-        memory = self.memory(gradients.input, at, x)
-        gradients.add(x, dlogits, memory, self.ignored(at))
-        if add_to_grad_x is not None:
-            add_to_grad_x(memory)
-        if gradients.needs_grad[0]:
-            self.from_memory(gradients.input, at, memory)
-
 
 class ValidRows(AllRows):
     """The rows with these indices are computed, of which no row is ignored."""
 
     def __init__(self, index):
-        self.count, self._index = index.numel(), index
+        self.count, self.index = index.numel(), index
 
     def at(self, chunk):
-        return self._index[chunk]
+        return self.index[chunk]
 
     def ignored(self, at):
         return None

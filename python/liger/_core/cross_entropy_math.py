@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .dtypes import accumulate_dtype
+from .op_arguments import options_among
 
 
 def check_targets(op, target, vocab, ignore_index):
@@ -38,7 +39,7 @@ def check_row_stats(op, logits, stats):
 
 
 class CEOptions(NamedTuple):
-    """The options of cross entropy, in the order of the op schemas."""
+    """The options of cross entropy, in the order of the op schemas. The last two are those of a linear layer."""
 
     ce_weight: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
@@ -48,11 +49,23 @@ class CEOptions(NamedTuple):
     lse_square_scale: float = 0.0
     softcap: float | None = None
     reduction: str = "mean"
+    accum_dtype: torch.dtype | None = None
+    memory_budget: int | None = None
 
     @classmethod
-    def of_backward(cls, ce_weight, token_weight, *numbers):
-        """From the arguments of the backward ops, which have no denominator and no reduction of their own."""
-        return cls(ce_weight, token_weight, None, *numbers, "none")
+    def of_op(cls, arguments):
+        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
+        return options_among(cls, arguments)
+
+    @property
+    def of_logits(self):
+        """Those of the ops without a linear layer."""
+        return self[:8]
+
+    @property
+    def exact(self):
+        """Whether the gradient of the weight is as exact as one float32 sum."""
+        return self.accum_dtype in (None, torch.float32)
 
     def check(self, op, logits, target):
         """Raises RuntimeError if they do not fit logits (N, V) and target (N,)."""
@@ -61,13 +74,11 @@ class CEOptions(NamedTuple):
             self.softcap, self.reduction,
         )  # fmt: skip
 
-    def check_linear(
-        self, input, weight, target, bias, accum_dtype, memory_budget, op="fused_linear_ce"
-    ):  # fmt: skip
+    def check_linear(self, input, weight, target, bias, op="fused_linear_ce"):
         """Raises RuntimeError if they do not fit input (N, H), weight (V, H) and target (N,)."""
         torch.ops.liger.check_fused_linear_ce(
             input, weight, target, bias, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
-            self.softcap, self.reduction, accum_dtype, memory_budget, op,
+            self.softcap, self.reduction, self.accum_dtype, self.memory_budget, op,
         )  # fmt: skip
 
 
@@ -84,6 +95,10 @@ class Metrics(NamedTuple):
     def named(cls, names):
         return cls(*(name in names for name in cls._fields)) if names else _NO_METRICS
 
+    @classmethod
+    def of_op(cls, arguments):
+        return options_among(cls, arguments, "return_")
+
 
 class LogProbMetrics(NamedTuple):
     """Flags of the requested metrics of log-probabilities, in the order of the op schemas."""
@@ -96,6 +111,10 @@ class LogProbMetrics(NamedTuple):
     @classmethod
     def named(cls, names):
         return cls(*(name in names for name in cls._fields))
+
+    @classmethod
+    def of_op(cls, arguments):
+        return options_among(cls, arguments, "return_")
 
 
 _NO_METRICS = Metrics()

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .cross_entropy_math import LogProbMetrics
 from .dtypes import accumulate_dtype
 from .named_results import serialisable
 
@@ -47,6 +48,27 @@ def fake_results(like, rows, reduction, metrics):
         per_row(metrics.argmax, torch.int64),
         per_row(metrics.logprobs),
         per_row(metrics.entropy),
+    )
+
+
+def fake_logprobs(arguments):
+    """Fake (logprobs, entropy, argmax, log_sum_sq_probs, mean_logits) of the ops of log-probabilities."""
+    input, wanted = arguments.input, LogProbMetrics.of_op(arguments)
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+
+    def of_rows(flag, dtype=wide):
+        return input.new_empty((rows,) if flag else (0,), dtype=dtype)
+
+    others = of_rows(wanted.log_sum_sq_probs), of_rows(wanted.mean_logits)
+    return of_rows(True), of_rows(wanted.entropy), of_rows(wanted.argmax, torch.int64), *others
+
+
+def fake_gradients(arguments):
+    """Fake gradients of input, weight and bias of an op with an lm_head, from its arguments by name."""
+    input, weight, bias = arguments.input, arguments.weight, arguments.bias
+    needed = zip((input, weight, bias), (input, weight, weight), arguments.needs_grad, strict=True)
+    return tuple(
+        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0) for t, like, need in needed
     )
 
 

@@ -16,6 +16,7 @@ from .arguments import POSITIVE, check
 from .dtypes import accumulate_dtype
 from .float32_matmul import write_float32_linear
 from .matmul import product, without_ignored, write_linear
+from .op_arguments import options_among
 from .sm90_plan import LinearBackwardPlan
 
 
@@ -27,6 +28,49 @@ class RowStatistics(NamedTuple):
     entropy: torch.Tensor
     argmax: torch.Tensor
     stats: torch.Tensor  # (2, rows): the largest logit, and the sum of exp(z - largest)
+
+
+class HeadOptions(NamedTuple):
+    """The options of an lm_head, with the names that they have everywhere."""
+
+    temperature: float = 1.0
+    ignore_index: int = -100
+    softcap: float | None = None
+    accum_dtype: torch.dtype | None = None
+    memory_budget: int | None = None
+    logits_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of_op(cls, arguments):
+        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
+        return options_among(cls, arguments)
+
+    @property
+    def of_logits(self):
+        """(temperature, ignore_index, softcap)"""
+        return self[:3]
+
+    @property
+    def exact(self):
+        """Whether the gradient of the weight is as exact as one float32 sum."""
+        return self.accum_dtype in (None, torch.float32)
+
+    @property
+    def float32(self):
+        """Whether logits are float32."""
+        return self.logits_dtype is not None
+
+    def head(self, weight, bias):
+        return LMHead(weight, bias, *self.of_logits, self.float32)
+
+    def check(self, op, input, weight, target, bias):
+        """Raises RuntimeError for mismatched shapes, dtypes or devices, ValueError for a temperature out of range."""
+        check(op, "temperature", self.temperature, POSITIVE)
+        # The check of fused_linear_ce has the same conditions.
+        torch.ops.liger.check_fused_linear_ce(
+            input, weight, target, bias, None, None, None, 0.0, self.softcap, "sum", self.accum_dtype,
+            self.memory_budget, op, self.logits_dtype,
+        )  # fmt: skip
 
 
 class LMHead(NamedTuple):
@@ -251,32 +295,14 @@ class Sm90LMHeadGradients(LMHeadGradients):
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
 
-def check_head(
-    op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype=None
-):
-    """Raises RuntimeError for mismatched shapes, dtypes or devices, ValueError for a temperature out of range."""
-    check(op, "temperature", temperature, POSITIVE)
-    # The check of fused_linear_ce has the same conditions.
-    torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op,
-        logits_dtype,
-    )  # fmt: skip
+def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None, rows=None):
+    """(rows of a chunk, number of chunks) from the planner of all lm_head ops.
 
-
-def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
-    """(:class:`LMHeadGradients`, rows of a chunk) for a memory budget."""
-    gradients = Sm90LMHeadGradients.plan(x, weight, bias, needs_grad, memory_budget)
-    if gradients is not None:
-        return gradients, gradients.layout.chunk_rows
-    chunk_rows, chunks = planned_rows(x, weight, needs_grad[1], exact, memory_budget)
-    return LMHeadGradients(x, weight, bias, needs_grad, chunks, exact), chunk_rows
-
-
-def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None):
-    """(rows of a chunk, number of chunks) from the planner of all lm_head ops. ``element_size``: bytes of the chunk per
-    logit, by default those of an element of the input."""
+    ``element_size``: bytes of the chunk per logit, by default those of an element of the input. ``rows``: how many rows
+    of the input are computed, by default all.
+    """
+    (all_rows, hidden), vocab, size = input.shape, weight.shape[0], element_size or input.element_size()
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        input.shape[0], input.shape[1], weight.shape[0], element_size or input.element_size(), need_grad_weight, exact,
-        memory_budget,
-    )  # fmt: skip
+        all_rows if rows is None else rows, hidden, vocab, size, need_grad_weight, exact, memory_budget
+    )
     return chunk_rows, chunks

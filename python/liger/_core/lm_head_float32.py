@@ -41,7 +41,7 @@ class Float32LMHeadGradients(LMHeadGradients):
     def new_logits(self, rows):
         """float32 memory for rows of logits. Their rounded gradient has memory of its own, that of the weight gradient
         if its sum is a separate buffer."""
-        if self._narrow:
+        if self._narrow and any(self.needs_grad):
             self._rounded = super().new_logits(rows)
         return float32_logits(self.head_weight, rows)
 

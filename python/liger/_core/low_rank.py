@@ -13,7 +13,6 @@ from .arguments import check_device, check_floating, check_shape, wrong_shape
 from .dtypes import accumulate_dtype
 from .float32_matmul import float32_product
 from .matmul import product, without_ignored, write_linear
-from .row_blocks import row_blocks
 
 
 def check_factors(op, names, input, weight, lora_a, lora_b):
@@ -138,14 +137,7 @@ class LowRankGradients:
         return grad_down if need_input else None
 
     def _product(self, a, b, out, add):
-        if self._low_rank.float32_logits:
-            float32_product(a, b, out, add)
-        elif a.is_cuda or a.dtype == out.dtype:
-            product(a, b, out, add)
-        else:
-            # On a CPU the operands are cast: blocks bound the copy of the gradient of the logits.
-            for block in row_blocks(a):
-                product(a[block], b, out[block], add)
+        (float32_product if self._low_rank.float32_logits else product)(a, b, out, add)
 
     def add_grad_input(self, grad_x, grad_down):
         """Adds ``grad_down A`` to the gradient of a chunk of hidden states. grad_down: of :meth:`add`."""

@@ -56,8 +56,12 @@ def product(a, b, out, add=False):
         else:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         return
-    a, b = a.to(out.dtype), b.to(out.dtype)
-    if add:
+    b = b.to(out.dtype)
+    if out.dtype != a.dtype:
+        # Blocks bound the size of the wide copy of a, the larger operand.
+        for rows in row_blocks(a):
+            product(a[rows].to(out.dtype), b, out[rows], add)
+    elif add:
         torch.addmm(out, a, b, out=out)
     else:
         torch.mm(a, b, out=out)

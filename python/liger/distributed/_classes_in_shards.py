@@ -114,26 +114,23 @@ def _bias_like(weight, bias):
     return bias.redistribute(placements=weight.placements)
 
 
-def fused_linear_ce(
-    op, input, weight, target, bias, options, accum_dtype, memory_budget, metrics, shards=None
-):  # fmt: skip
+def fused_linear_ce(op, input, weight, target, bias, options, metrics, shards=None):
     """:func:`liger.fused_linear_ce` of a weight whose rows, the classes, are sharded; None for other weights.
 
     ``shards``: group, vocab_start and vocab_size, if the caller gave one of them.
     """
-    arguments = options, accum_dtype, memory_budget, metrics
     if shards is not None:
-        return _vocab_parallel.fused_linear_ce(input, weight, target, bias, *arguments, *shards)
+        return _vocab_parallel.fused_linear_ce(input, weight, target, bias, options, metrics, *shards)
     if not _takes_layer(input, weight, bias) or _vocab_parallel.needs_whole_rows(metrics):
         return None
     bias = _bias_like(weight, bias)
     with told_to_all(op, weight, 0, None, (input, weight, target)):
         if not isinstance(input, DTensor):
-            return _vocab_parallel.fused_linear_ce(input, weight, target, bias, *arguments)
+            return _vocab_parallel.fused_linear_ce(input, weight, target, bias, options, metrics)
         dimension = _vocab_dimension(weight, 0, False)
         rows = _Rows.of_layer(op, input, target, options.token_weight, dimension, ("input", "target"))
         options = _options(options, rows, weight.shape[0])
-        found = _vocab_parallel.fused_linear_ce(rows.x, weight, rows.target, bias, options, *arguments[1:])
+        found = _vocab_parallel.fused_linear_ce(rows.x, weight, rows.target, bias, options, metrics)
     return _losses(rows, options.reduction, found)
 
 
@@ -153,10 +150,12 @@ def cross_entropy(op, logits, target, options, metrics, shards=None):
     return _losses(rows, options.reduction, found)
 
 
-def fused_linear_logprobs(op, names, input, weight, target, bias, *options, shards=None):
+def fused_linear_logprobs(op, names, input, weight, target, bias, options, metrics, shards=None):
     """The fields of :class:`liger.LogProbs` of a weight whose rows are sharded; None for other weights."""
     if shards is not None:
-        return _vocab_parallel.fused_linear_logprobs(names, input, weight, target, bias, *options, *shards)
+        return _vocab_parallel.fused_linear_logprobs(
+            names, input, weight, target, bias, options, metrics, *shards
+        )
     if not _takes_layer(input, weight, bias):
         return None
     bias = _bias_like(weight, bias)
@@ -166,5 +165,5 @@ def fused_linear_logprobs(op, names, input, weight, target, bias, *options, shar
             dimension = _vocab_dimension(weight, 0, False)
             rows = _Rows.of_layer(op, input, target, None, dimension, (names.input, names.target))
             input, target = rows.x, rows.target
-        found = _vocab_parallel.fused_linear_logprobs(names, input, weight, target, bias, *options)
+        found = _vocab_parallel.fused_linear_logprobs(names, input, weight, target, bias, options, metrics)
     return found if rows is None else tuple(t if t is None else rows.per_row(t) for t in found)

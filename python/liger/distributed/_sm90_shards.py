@@ -91,7 +91,7 @@ def rank_classes(vocab_size, group):
     return -(-vocab_size // dist.get_world_size(group))
 
 
-def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget):
+def plan_of(input, weight, bias, options, group, vocab_size, needs_grad):
     """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all processes."""
     if options.label_smoothing != 0.0:
         return None
@@ -102,8 +102,8 @@ def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_d
         *input.shape,
         rank_classes(vocab_size, group),
         *needs_grad[:2],
-        accum_dtype in (None, torch.float32),
-        memory_budget,
+        options.exact,
+        options.memory_budget,
         clusters,
     )
     return plan if plan.chunks else None

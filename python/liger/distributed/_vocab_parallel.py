@@ -49,13 +49,12 @@ def _prepare(op, options, metrics, tensor, target):
 
 
 def fused_linear_ce(
-    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, group=None, vocab_start=None,
-    vocab_size=None,
-):  # fmt: skip
+    input, weight, target, bias, options, metrics, group=None, vocab_start=None, vocab_size=None
+):
     """:func:`liger.fused_linear_ce` of the shard of a process."""
     op = name_of_call(FUSED)
-    check_budget_variable(memory_budget)
-    check_accum_dtype(op, "input", input, accum_dtype)
+    check_budget_variable(options.memory_budget)
+    check_accum_dtype(op, "input", input, options.accum_dtype)
     options = _prepare(op, options, metrics, input, target)
     weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
     bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)
@@ -67,10 +66,8 @@ def fused_linear_ce(
     input, weight, bias = autocast_operands(input, weight, bias)
     rows, flat_target, flat_weight, tokens = flatten_rows(op, "input", input, target, token_weight)
     needs_grad = (False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)
-    results = fused_op(
-        rows, weight, flat_target, bias, *options._replace(token_weight=flat_weight), accum_dtype, memory_budget,
-        *shards, metrics.z_loss, metrics.logprobs, *needs_grad,
-    )  # fmt: skip
+    options, flags = options._replace(token_weight=flat_weight), (metrics.z_loss, metrics.logprobs)
+    results = fused_op(rows, weight, flat_target, bias, *options, *shards, *flags, *needs_grad)
     return output_like(tokens, options.reduction, metrics, results)
 
 
@@ -85,20 +82,18 @@ def cross_entropy(logits, target, options, metrics, group=None, vocab_start=None
     named = {"target": target, "token_weight": options.token_weight}
     target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
     rows, flat_target, flat_weight, tokens = flatten_rows(op, "logits", logits, target, token_weight)
-    results = plain_op(
-        rows, flat_target, *options._replace(token_weight=flat_weight), *shards, metrics.z_loss, metrics.logprobs
-    )  # fmt: skip
+    options, flags = options._replace(token_weight=flat_weight), (metrics.z_loss, metrics.logprobs)
+    results = plain_op(rows, flat_target, *options.of_logits, *shards, *flags)
     return output_like(tokens, options.reduction, metrics, results)
 
 
 def fused_linear_logprobs(
-    names, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype,
-    metrics, group=None, vocab_start=None, vocab_size=None,
-):  # fmt: skip
+    names, input, weight, target, bias, options, metrics, group=None, vocab_start=None, vocab_size=None
+):
     """The fields of :class:`liger.LogProbs` of the shard of a process; ``names``: the argument names in messages."""
     op = name_of_call(LOGPROBS)
-    check_budget_variable(memory_budget)
-    check_ignore_index(op, names.target, target, ignore_index)
+    check_budget_variable(options.memory_budget)
+    check_ignore_index(op, names.target, target, options.ignore_index)
     weight, group, vocab_size = local_shard(op, names.weight, weight, 0, group, vocab_size, input)
     bias, group, vocab_size = local_shard(op, names.bias, bias, 0, group, vocab_size, input)
     if weight.dim() != 2:
@@ -106,19 +101,19 @@ def fused_linear_logprobs(
     shards = find_shard(op, names.weight, weight.shape[0], group, vocab_start, vocab_size)
     named = {names.input: input, names.target: target}
     input, target = (replicated_tensor(op, name, t, group) for name, t in named.items())
-    check_logits_dtype(op, names.input, input, logits_dtype)
-    if logits_dtype is None:
+    check_logits_dtype(op, names.input, input, options.logits_dtype)
+    if not options.float32:
         input, weight, bias = autocast_operands(input, weight, bias)
-    check_accum_dtype(op, names.input, input, accum_dtype)
+    check_accum_dtype(op, names.input, input, options.accum_dtype)
     rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
     layer = layer_to_check(op, weight, bias)
-    check_layer(op, names, rows, *layer, flat, float32_weight=logits_dtype is not None)
-    check_given_classes(op, names.target, target, shards.vocab, ignore_index)
-    options = (
-        float(temperature), ignore_index, softcap, accum_dtype, memory_budget, logits_dtype, *shards, *metrics
-    )  # fmt: skip
+    check_layer(op, names, rows, *layer, flat, float32_weight=options.float32)
+    check_given_classes(op, names.target, target, shards.vocab, options.ignore_index)
+    options = options._replace(temperature=float(options.temperature))
     # Compiled code keeps nothing: its results have fixed sizes.
     keep = any(wants_grad(rows, weight)) and not is_traced(rows, weight)
-    logprobs, entropy, argmax, _, *others, _, _ = logprobs_op(rows, weight, flat, bias, *options, keep)
+    logprobs, entropy, argmax, _, *others, _, _ = logprobs_op(
+        rows, weight, flat, bias, *options, *shards, *metrics, keep
+    )
     optional = zip((entropy, argmax, *others), metrics, strict=True)
     return tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)

@@ -3,7 +3,6 @@
 docs/vocab_parallel.md says which data is exchanged and when.
 """
 
-from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,11 @@ from .._core.arguments import check_classes
 from .._core.autograd import at_positions, differentiable, differentiable_once
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import LogProbMetrics
+from .._core.cross_entropy_results import fake_gradients, fake_logprobs
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, RowStatistics, check_head
+from .._core.lm_head import HeadOptions, RowStatistics
+from .._core.op_arguments import arguments_type, by_name
 from . import _sm90_logprob_shards as _engine
 from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
@@ -157,48 +158,42 @@ def _bytes_per_logit(logits_dtype):
     return None if logits_dtype is None else 6
 
 
-def _forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype,
-    vocab_start, vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False,
-    return_mean_logits=False, keep=False,
-):  # fmt: skip
-    requested = LogProbMetrics(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
+@by_name(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)
+def _forward(a):
+    options, requested, keep = HeadOptions.of_op(a), LogProbMetrics.of_op(a), a.keep
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    vocab_start, vocab_size, group_name = a.vocab_start, a.vocab_size, a.group_name
+    budget, logits_dtype = options.memory_budget, options.logits_dtype
     op = name_of_call(LOGPROBS)
     layer = layer_to_check(op, weight, bias)
-    check_head(
-        op, input, layer[0], target, layer[1], temperature, softcap, accum_dtype, memory_budget, logits_dtype
-    )
-    check_classes(op, "target", target, vocab_size, ignore_index)
+    options.check(op, input, layer[0], target, layer[1])
+    check_classes(op, "target", target, vocab_size, options.ignore_index)
     classes, group = weight.shape[0], _resolve_process_group(group_name)
     shards = VocabShards(vocab_start, vocab_size, group_name)
-    same = options_of(
-        input, weight, bias, memory_budget, temperature=temperature, ignore_index=ignore_index, softcap=softcap,
-        accum_dtype=accum_dtype, logits_dtype=logits_dtype, **requested._asdict(),
-    )  # fmt: skip
+    same = options_of(input, weight, bias, **options._asdict(), **requested._asdict())
     meet(LOGPROBS, group, shards, classes, target, same)
     rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
     every_process_has_classes = not may_have_empty_shards(LOGPROBS, group, shards, classes)
-    if every_process_has_classes and _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
-        head = _engine.Head(
-            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
-        )
+    if every_process_has_classes and _engine.supports(bias, options.softcap, logits_dtype, *requested[2:]):
+        numbers = options.temperature, options.ignore_index, budget
+        head = _engine.Head(input, weight, target, *numbers, vocab_start, vocab_size, group)
         keep = keep and head.keeps_exponentials()
         engine_plan = _engine.forward_plan(head, keep)
         if engine_plan is not None:
-            found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
+            found, *kept = _engine.forward(head, engine_plan, requested.entropy, requested.argmax, keep)
             no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
             return found.logprobs, found.entropy, found.argmax, found.stats, *no_metrics, *kept
-    head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
-    ignored = target == ignore_index
+    head = options._replace(ignore_index=_IGNORED).head(weight, bias)
+    ignored = target == options.ignore_index
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
     # A target below the classes of a process must not look ignored.
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
     # The values of ignored rows, which no process computes: all have the same targets.
-    computed = computed_rows(target, ignore_index, skip=True)
+    computed = computed_rows(target, options.ignore_index, skip=True)
     logprobs, stats = input.new_zeros(rows, dtype=wide), input.new_zeros(2, rows, dtype=wide)
     stats[1] = 1.0
-    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+    entropy = input.new_zeros(rows if requested.entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
     metrics = [input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested[2:]]
 
     def finish(chunk):
@@ -210,81 +205,59 @@ def _forward(
         largest, total = merged.stats
         stats[0, chunk.rows] = largest.masked_fill_(left_out, 0.0)
         stats[1, chunk.rows] = total.masked_fill_(left_out, 1.0)
-        if return_entropy:
+        if requested.entropy:
             entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
-        if return_argmax:
+        if requested.argmax:
             argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
         for result, values in zip(metrics, of_chunk, strict=True):
             if result.numel():
                 result[chunk.rows] = values.masked_fill_(left_out, 0.0)
 
     plan = ChunkPlan.of(
-        input, group, vocab_size, False, None, memory_budget, computed.count, _bytes_per_logit(logits_dtype)
+        input, group, vocab_size, False, True, budget, computed.count, _bytes_per_logit(logits_dtype)
     )
     logits_of = plan.new_logits(input, weight.shape[0], dtype=logits_dtype)
-    pending = deque()
-    for index, chunk in enumerate(map(computed.at, plan.slices)):
+
+    def start(index, chunk):
         logits = logits_of(index)
         if classes == 0:
             shard = _Shard.without_classes(logits.new_empty(logits.shape[0], dtype=wide), requested)
         else:
             head.write_logits(input[chunk], logits)
             shard = _Shard.of(head, logits, local[chunk], vocab_start, vocab_size, requested)
-        pending.append(Chunk(chunk, logits, *gather(shard.stacked(), group)))
-        if len(pending) == plan.in_flight:
-            finish(pending.popleft())
-    while pending:
-        finish(pending.popleft())
+        return Chunk(chunk, logits, *gather(shard.stacked(), group))
+
+    plan.run(computed, start, finish)
     return logprobs, entropy, argmax, stats, *metrics, empty, input.new_empty(0, dtype=wide)
 
 
-def _backward_kernel(
-    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, stats, entropy,
-    accum_dtype, memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
-    need_grad_bias, kept=None, kept_rows=None,
-):  # fmt: skip
+@by_name(torch.ops.liger_distributed.fused_linear_logprobs_backward.default)
+def _backward_kernel(a):
+    options, needs_grad, grad_entropy = HeadOptions.of_op(a), a.needs_grad, a.grad_entropy
+    input, weight, target, bias, stats, entropy = a.input, a.weight, a.target, a.bias, a.stats, a.entropy
+    vocab_start, vocab_size, group_name = a.vocab_start, a.vocab_size, a.group_name
+    budget, logits_dtype = options.memory_budget, options.logits_dtype
     layer = layer_to_check(LOGPROBS, weight, bias)
-    check_head(
-        LOGPROBS,
-        input,
-        layer[0],
-        target,
-        layer[1],
-        temperature,
-        softcap,
-        accum_dtype,
-        memory_budget,
-        logits_dtype,
-    )
+    options.check(LOGPROBS, input, layer[0], target, layer[1])
     group = _resolve_process_group(group_name)
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     shards = VocabShards(vocab_start, vocab_size, group_name)
     every_process_has_classes = not may_have_empty_shards(LOGPROBS, group, shards, weight.shape[0])
-    if every_process_has_classes and _engine.supports(bias, softcap, logits_dtype):
-        head = _engine.Head(
-            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
-        )
+    if every_process_has_classes and _engine.supports(bias, options.softcap, logits_dtype):
+        numbers = options.temperature, options.ignore_index, budget
+        head = _engine.Head(input, weight, target, *numbers, vocab_start, vocab_size, group)
         empty = input.new_empty(0)
-        kept, kept_rows = (empty if t is None else t for t in (kept, kept_rows))
+        kept, kept_rows = (empty if t is None else t for t in (a.kept, a.kept_rows))
         engine_plan = _engine.backward_plan(head, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
         if engine_plan is not None:
-            grads = grad_logprobs, grad_entropy
+            grads = a.grad_logprobs, grad_entropy
             found = _engine.backward(
                 head, engine_plan, needs_grad[:2], stats, entropy, kept, kept_rows, grads
             )
             return *found, empty
-    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
-    computed = computed_rows(target, ignore_index, skip=True)
-    plan = ChunkPlan.of(
-        input,
-        group,
-        vocab_size,
-        needs_grad[1],
-        accum_dtype,
-        memory_budget,
-        computed.count,
-        _bytes_per_logit(logits_dtype),
-    )
+    head = options.head(weight, bias)
+    computed = computed_rows(target, options.ignore_index, skip=True)
+    counts = computed.count, _bytes_per_logit(logits_dtype)
+    plan = ChunkPlan.of(input, group, vocab_size, needs_grad[1], options.exact, budget, *counts)
     kind = Gradients if logits_dtype is None else Float32Gradients
     gradients = kind(input, weight, bias, group, plan.accumulator, needs_grad, computed)
     spare = gradients.spare if logits_dtype is None else None
@@ -295,8 +268,9 @@ def _backward_kernel(
             head.write_logits(x, logits)
             with_entropy = grad_entropy is not None
             statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, stats[:, chunk])
-            chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
-            head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
+            entropy_grad = grad_entropy[chunk] if with_entropy else None
+            grads = a.grad_logprobs[chunk], entropy_grad
+            head.write_gradient(logits, y, statistics, *grads, vocab_start)
         gradients.add(chunk, logits, x)
     return gradients.finish()
 
@@ -309,43 +283,31 @@ _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExpl
 
 
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
-def _(input, *arguments):
-    (rows, _hidden), wide = input.shape, accumulate_dtype(input.dtype)
-    # Behind the 12 other arguments; the last three have defaults.
-    return_entropy, return_argmax, *metrics = (*arguments, False, False, False)[12:16]
-    keep = len(arguments) == 17 and arguments[16]
-    kept, kept_rows = _engine.kept_shapes(rows, arguments[0].shape[0]) if keep else ((0,), (0,))
-    return (
-        input.new_empty((rows,), dtype=wide),
-        input.new_empty((rows if return_entropy else 0,), dtype=wide),
-        input.new_empty((rows if return_argmax else 0,), dtype=torch.int64),
-        input.new_empty((2, rows), dtype=wide),
-        *(input.new_empty((rows if flag else 0,), dtype=wide) for flag in metrics),
-        input.new_empty(kept),
-        input.new_empty(kept_rows, dtype=wide),
-    )
+@by_name(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)
+def _(a):
+    (rows, _), wide = a.input.shape, accumulate_dtype(a.input.dtype)
+    kept, kept_rows = _engine.kept_shapes(rows, a.weight.shape[0]) if a.keep else ((0,), (0,))
+    logprobs, entropy, argmax, *metrics = fake_logprobs(a)
+    stats = a.input.new_empty((2, rows), dtype=wide)
+    kept = a.input.new_empty(kept), a.input.new_empty(kept_rows, dtype=wide)
+    return logprobs, entropy, argmax, stats, *metrics, *kept
 
 
-@register_fake("liger_distributed::fused_linear_logprobs_backward")
-def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
-    # Behind 11 other arguments; the last two have defaults.
-    need_grad_input, need_grad_weight, need_grad_bias = arguments[11:14]
-    return (
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        weight.new_empty(weight.shape if need_grad_weight else (0,)),
-        weight.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
-    )
+register_fake("liger_distributed::fused_linear_logprobs_backward")(
+    by_name(torch.ops.liger_distributed.fused_linear_logprobs_backward.default)(fake_gradients)
+)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, with_entropy, _, _, _, _keep = inputs
+    a = arguments_type(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)(*inputs)
     _logprobs, entropy, argmax, stats, *others = output
-    ctx.save_for_backward(input, weight, target, bias, stats, entropy, *others[-2:])
-    ctx.options, ctx.arguments = options, len(inputs)
-    ctx.mark_non_differentiable(argmax, stats, *others, *(() if with_entropy else (entropy,)))
+    ctx.save_for_backward(a.input, a.weight, a.target, a.bias, stats, entropy, *others[-2:])
+    ctx.options, ctx.arguments = HeadOptions.of_op(a), len(inputs)
+    ctx.shards = a.vocab_start, a.vocab_size, a.group_name
+    ctx.mark_non_differentiable(argmax, stats, *others, *(() if a.return_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
 
 
@@ -359,8 +321,8 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
     grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], stats, entropy, *ctx.options[3:],
-        *needed, *kept,
+        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options.of_logits, stats, entropy,
+        *ctx.options[3:], *ctx.shards, *needed, *kept,
     )  # fmt: skip
     return at_positions(ctx.arguments, positions, grads, needed)
 

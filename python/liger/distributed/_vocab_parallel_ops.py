@@ -14,12 +14,13 @@ from .._core.arguments import check_classes
 from .._core.autograd import differentiable, differentiable_once
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics
-from .._core.cross_entropy_results import fake_results
+from .._core.cross_entropy_results import fake_gradients, fake_results
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float32_matmul import float32_product
 from .._core.loss_rows import refuse_gradients
 from .._core.matmul import product, without_ignored, write_linear
+from .._core.op_arguments import arguments_type, by_name
 from ..ops.fused_linear_ce import differentiable_ce
 from . import _sm90_shards
 from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
@@ -50,10 +51,6 @@ _library.define(
     + _OPTIONS.format(bias="", plan="")
     + f") -> ({_RESULTS}, Tensor coefficients)"
 )
-
-
-def metrics_of(return_z_loss, return_logprobs):
-    return Metrics(z_loss=return_z_loss, logprobs=return_logprobs)
 
 
 # --- the fused op -------------------------------------------------------------------------------------------------
@@ -196,7 +193,7 @@ class ChunkPlan(NamedTuple):
         group,
         vocab_size,
         need_grad_weight,
-        accum_dtype,
+        exact,
         memory_budget,
         rows=None,
         element_size=None,
@@ -209,9 +206,22 @@ class ChunkPlan(NamedTuple):
         rank_classes = -(-vocab_size // dist.get_world_size(group))
         chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
             rows, hidden, rank_classes, element_size or input.element_size(), need_grad_weight,
-            accum_dtype in (None, torch.float32), memory_budget,
+            exact, memory_budget,
         )  # fmt: skip
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
+
+    def run(self, computed, start, finish):
+        """Calls ``finish(start(index, rows))`` for every chunk, with as many chunks between the two as are in flight.
+
+        ``index``: the number of the chunk; ``rows``: what selects its rows in a tensor of all rows.
+        """
+        pending = deque()
+        for index, rows in enumerate(map(computed.at, self.slices)):
+            pending.append(start(index, rows))
+            if len(pending) == self.in_flight:
+                finish(pending.popleft())
+        while pending:
+            finish(pending.popleft())
 
     def new_logits(self, input, classes, spare=None, dtype=None):
         """A function of a chunk's number that returns the memory of its logits.
@@ -235,30 +245,23 @@ class ChunkPlan(NamedTuple):
         return logits_of
 
 
-def _fused_forward(input, weight, target, bias, *rest):
-    options = CEOptions(*rest[:8])
-    (
-        accum_dtype, memory_budget, vocab_start, vocab_size, group_name, return_z_loss, return_logprobs, *needs_grad,
-    ) = rest[8:]  # fmt: skip
-    need_grad_input, need_grad_weight, need_grad_bias = needs_grad
+@by_name(torch.ops.liger_distributed.fused_linear_ce_forward.default)
+def _fused_forward(a):
+    options, metrics, needs_grad = CEOptions.of_op(a), Metrics.of_op(a), a.needs_grad
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    vocab_start, vocab_size, group_name = a.vocab_start, a.vocab_size, a.group_name
     op, classes, group = name_of_call(FUSED), weight.shape[0], _resolve_process_group(group_name)
     layer = layer_to_check(op, weight, bias)
     # ce_weight has all classes.
-    options._replace(ce_weight=None).check_linear(
-        input, layer[0], target, layer[1], accum_dtype, memory_budget, op
-    )
+    options._replace(ce_weight=None).check_linear(input, layer[0], target, layer[1], op)
     check_class_weights(op, options.ce_weight, target, vocab_size)
     check_classes(op, "target", target, vocab_size, options.ignore_index)
-    metrics = metrics_of(return_z_loss, return_logprobs)
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     shards = VocabShards(vocab_start, vocab_size, group_name)
-    same = options_of(input, weight, bias, memory_budget, accum_dtype=accum_dtype, **options._asdict())
+    same = options_of(input, weight, bias, **options._asdict())
     meet(FUSED, group, shards, classes, target, {**same, **metrics._asdict(), "gradients": needs_grad})
     sm90_plan = None
     if not may_have_empty_shards(FUSED, group, shards, classes):
-        sm90_plan = _sm90_shards.plan_of(
-            input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget
-        )
+        sm90_plan = _sm90_shards.plan_of(input, weight, bias, options, group, vocab_size, needs_grad)
     if sm90_plan is not None:
         return _sm90_shards.run(input, weight, target, options, shards, group, sm90_plan, metrics, needs_grad)
     whole_rows = Rows(op, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
@@ -266,7 +269,7 @@ def _fused_forward(input, weight, target, bias, *rest):
     computed = computed_rows(target, options.ignore_index, skip=True)
     whole_rows.clear_others(computed)
     plan = ChunkPlan.of(
-        input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget, computed.count
+        input, group, vocab_size, a.need_grad_weight, options.exact, options.memory_budget, computed.count
     )
     gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad, computed)
     logits_of = plan.new_logits(input, classes, gradients.spare)
@@ -277,15 +280,12 @@ def _fused_forward(input, weight, target, bias, *rest):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
             gradients.add(chunk.rows, chunk.logits, chunk.x)
 
-    pending = deque()
-    for index, rows in enumerate(map(computed.at, plan.slices)):
+    def start(index, rows):
         logits, x = logits_of(index), input[rows]
         write_linear(x, weight, bias, logits)
-        pending.append(Chunk(rows, logits, *gather(whole_rows.stats(rows, logits), group), x))
-        if len(pending) == plan.in_flight:
-            finish(pending.popleft())
-    while pending:
-        finish(pending.popleft())
+        return Chunk(rows, logits, *gather(whole_rows.stats(rows, logits), group), x)
+
+    plan.run(computed, start, finish)
     return *whole_rows.reduced(), *gradients.finish()
 
 
@@ -293,17 +293,10 @@ _library.impl("fused_linear_ce_forward", _fused_forward, "CompositeExplicitAutog
 
 
 @register_fake("liger_distributed::fused_linear_ce_forward")
-def _(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
-    return_z_loss, return_logprobs, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    return (
-        *fake_results(input, input.shape[0], reduction, metrics_of(return_z_loss, return_logprobs)),
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
-    )
+@by_name(torch.ops.liger_distributed.fused_linear_ce_forward.default)
+def _(a):
+    results = fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a))
+    return *results, *fake_gradients(a)
 
 
 fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward.default, FUSED)
@@ -312,8 +305,13 @@ fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward
 # --- the op without the lm_head -------------------------------------------------------------------------------------
 
 
-def _plain_forward(logits, target, *rest):
-    options, (vocab_start, vocab_size, group_name, *flags) = CEOptions(*rest[:8]), rest[8:]
+_PLAIN_OP = torch.ops.liger_distributed.cross_entropy_forward.default
+
+
+@by_name(_PLAIN_OP)
+def _plain_forward(a):
+    options, metrics, logits, target = CEOptions.of_op(a), Metrics.of_op(a), a.logits, a.target
+    vocab_start, vocab_size, group_name = a.vocab_start, a.vocab_size, a.group_name
     op, classes, group = name_of_call(PLAIN), logits.shape[-1], _resolve_process_group(group_name)
     to_check = logits if classes else logits.new_empty(*logits.shape[:-1], 1)
     # ce_weight has all classes.
@@ -325,10 +323,10 @@ def _plain_forward(logits, target, *rest):
         "number of rows": rows,
         "dtype": logits.dtype,
         **options._asdict(),
-        **metrics_of(*flags)._asdict(),
+        **metrics._asdict(),
     }
     meet(PLAIN, group, shards, classes, target, same)
-    rows = Rows(op, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics_of(*flags))
+    rows = Rows(op, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     every = slice(0, logits.shape[0])
     gathered, work = gather(rows.stats(every, logits), group)
     if work is not None:
@@ -339,29 +337,28 @@ def _plain_forward(logits, target, *rest):
 
 _library.impl("cross_entropy_forward", _plain_forward, "CompositeExplicitAutograd")
 
-_SMOOTHING, _REDUCTION = 6, 9
-
 
 @register_fake("liger_distributed::cross_entropy_forward")
-def _(*arguments):
-    logits, metrics = arguments[0], metrics_of(*arguments[-2:])
-    count = 3 if arguments[_SMOOTHING] == 0.0 else 4
+@by_name(_PLAIN_OP)
+def _(a):
+    logits = a.logits
+    count = 3 if a.label_smoothing == 0.0 else 4
     return (
-        *fake_results(logits, logits.shape[0], arguments[_REDUCTION], metrics),
+        *fake_results(logits, logits.shape[0], a.reduction, Metrics.of_op(a)),
         logits.new_empty((count, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)),
     )
 
 
 def _setup(ctx, inputs, output):
-    logits, target, ce_weight, token_weight, denominator, ignore_index, *_ = inputs
+    a = arguments_type(_PLAIN_OP)(*inputs)
+    logits, target, ce_weight = a.logits, a.target, a.ce_weight
     refuse_gradients(
-        name_of_call(PLAIN), ce_weight=ce_weight, token_weight=token_weight, denominator=denominator
+        name_of_call(PLAIN), ce_weight=ce_weight, token_weight=a.token_weight, denominator=a.denominator
     )
-    vocab_start = inputs[10]
     if ce_weight is not None:
-        ce_weight = ce_weight[vocab_start : vocab_start + logits.shape[1]]
+        ce_weight = ce_weight[a.vocab_start : a.vocab_start + logits.shape[1]]
     ctx.save_for_backward(logits, target, ce_weight, output[-1])
-    ctx.where = (vocab_start, ignore_index, inputs[8])
+    ctx.where = (a.vocab_start, a.ignore_index, a.softcap)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -381,4 +378,4 @@ def _backward(ctx, grad_loss, *_grad_others):
     return grad_logits, *(None,) * 14
 
 
-plain_op = differentiable(torch.ops.liger_distributed.cross_entropy_forward.default, _setup, _backward)
+plain_op = differentiable(_PLAIN_OP, _setup, _backward)

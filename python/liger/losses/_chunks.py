@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.computed_rows import AllRows, row_chunks
+from .._core.head_chunks import HeadChunks
 from .._core.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
 from .._core.lm_head_float32 import Float32LMHeadGradients, bytes_per_logit
 from .._core.sm90_plan import ENGINE, LinearCePlan
@@ -71,6 +73,36 @@ def make_chunks(args):
     return chunks
 
 
+class _Groups(AllRows):
+    """The rows of groups: ``at`` is a slice of groups. Their parts may be apart in the batch, while the GEMMs need
+    contiguous rows: then the rows of a chunk are a copy, which their gradient overwrites."""
+
+    def __init__(self, layout, target, ignore_index, in_place):
+        super().__init__(target, ignore_index)
+        self.count = layout.groups if target.shape[0] else 0
+        self._layout, self._in_place = layout, in_place
+
+    def chunks(self, groups, memory):
+        group_rows = self._layout.parts * self._layout.length
+        for chunk in row_chunks(self.count, groups):
+            yield chunk, memory[: (chunk.stop - chunk.start) * group_rows]
+
+    def of(self, x, at):
+        rows = self._layout.view(x, at)
+        return rows.flatten(0, 2) if self._in_place else torch.cat([part.flatten(0, 1) for part in rows])
+
+    def ignored(self, at):
+        return self._layout.view(self._target, at).flatten() == self._ignore_index
+
+    def memory(self, gradient, at, x):
+        return self.of(gradient, at) if self._in_place else x
+
+    def from_memory(self, gradient, at, memory):
+        if not self._in_place:
+            rows = self._layout.view(gradient, at)
+            rows.copy_(memory.view(rows.shape))
+
+
 class PortableChunks:
     """The chunk loop on the GEMMs of torch: for each chunk :meth:`read` and :meth:`add`, then :meth:`finish` once.
 
@@ -112,13 +144,16 @@ class PortableChunks:
     def __init__(self, args, step, gradients=None):
         self._args, head = args, args.head
         groups = args.layout.groups if args.input.shape[0] else 0
-        self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
-        make_gradients = Float32LMHeadGradients if head.float32_logits else LMHeadGradients
-        self._gradients = gradients or make_gradients(
-            args.input, head.weight, head.bias, args.needs_grad, len(self.slices), args.exact
-        )
-        self._memory = self._gradients.new_logits(step * args.group_rows)
-        self._contiguous = args.layout.parts == 1 or len(self.slices) <= 1
+        self.slices = list(row_chunks(groups, step))
+        if gradients is None:
+            make = Float32LMHeadGradients if head.float32_logits else LMHeadGradients
+            layer = args.input, head.weight, head.bias
+            gradients = make(*layer, args.needs_grad, len(self.slices), args.exact)
+        in_place = args.layout.parts == 1 or len(self.slices) <= 1
+        self._rows = _Groups(args.layout, args.target, head.ignore_index, in_place)
+        memory = gradients.new_logits(step * args.group_rows)
+        self._chunks = HeadChunks(args.input, head, self._rows, gradients, step, memory)
+        self._pass = iter(self._chunks)
 
     def read(self, groups, logprobs, entropy, argmax):
         """Computes the log-probabilities, entropies and argmax of the next chunk and writes them to its rows.
@@ -129,12 +164,8 @@ class PortableChunks:
             entropy, argmax: (rows,), or without elements if they are not needed.
         """
         args, view = self._args, self._args.layout.view
-        x = view(args.input, groups)
-        # The parts of a chunk are not adjacent in the batch; the GEMM needs a contiguous copy.
-        self._x = x.flatten(0, 2) if self._contiguous else torch.cat([part.flatten(0, 1) for part in x])
+        _, self._logits = next(self._pass)
         self._groups, self._target = groups, view(args.target, groups).flatten()
-        self._logits = self._memory[: self._x.shape[0]]
-        args.head.write_logits(self._x, self._logits)
         self._statistics = args.head.statistics(
             self._logits, self._target, entropy.numel() > 0, argmax.numel() > 0
         )
@@ -156,19 +187,11 @@ class PortableChunks:
         self._args.head.write_gradient(
             self._logits, self._target, self._statistics, grad_logprobs, grad_entropy
         )
-        need_input = self._args.needs_grad[0]
-        out = grad_x = self._gradients.input
-        if need_input:
-            out = self._args.layout.view(out, self._groups)
-            grad_x = out.flatten(0, 2) if self._contiguous else self._x
-        ignored = self._target == self._args.head.ignore_index
-        self._gradients.add(self._x, self._logits, grad_x, ignored)
-        if need_input and not self._contiguous:
-            out.copy_(grad_x.view(out.shape))
+        self._chunks.add(self._groups, self._logits)
 
     def finish(self):
         """(grad_input, grad_weight, grad_bias)"""
-        return self._gradients.finish()
+        return self._chunks.finish()
 
 
 class Sm90Chunks:

@@ -33,10 +33,12 @@ from .._core.autograd import (
     graph_of_its_own,
     refuse_gradient_outputs,
 )
+from .._core.cross_entropy_results import fake_gradients
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import rescale, scaled_by_upstream
-from .._core.lm_head import LMHead, check_head
+from .._core.lm_head import HeadOptions
+from .._core.op_arguments import arguments_type, by_name
 from .._core.vmap import register_loops
 from ..ops.fused_linear_logprobs_kernel import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import ChunkArguments, Layout, make_chunks
@@ -182,42 +184,38 @@ def _no_gradients(input, weight, bias):
     return input.new_empty(0), weight.new_empty(0), (weight if bias is None else bias).new_empty(0)
 
 
-def _forward(
-    input, weight, target, bias, tensors, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
-    logits_dtype=None, need_row_grads=False,
-):  # fmt: skip
-    check_head(
-        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
-    )
-    owner = _owner(function)
-    check_classes(type(owner).__name__, "target", target, weight.shape[0], ignore_index)
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    with_entropy = use_entropy or with_metrics
-    rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
-    layout = Layout(parts, groups, rows // max(parts * groups, 1))
-    function = _BoundFunction(function, names, tensors, layout, use_entropy)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
-    options = temperature, ignore_index, softcap
+@by_name(torch.ops.liger_losses.fused_linear_loss_forward.default)
+def _forward(a):
+    options, layer = HeadOptions.of_op(a), (a.input, a.weight, a.target, a.bias)
+    input, weight, target, bias = layer
+    options.check(_OP, *layer)
+    owner = _owner(a.function)
+    check_classes(type(owner).__name__, "target", target, weight.shape[0], options.ignore_index)
+    needs_grad, need_row_grads = a.needs_grad, a.need_row_grads
+    use_entropy, with_metrics = a.use_entropy, a.with_metrics
+    with_entropy, rows = use_entropy or with_metrics, input.shape[0]
+    layout = Layout(a.parts, a.groups, rows // max(a.parts * a.groups, 1))
+    function = _BoundFunction(a.function, a.names, a.tensors, layout, use_entropy)
     chunks = None
     if any(needs_grad):
         chunks = make_chunks(
             ChunkArguments(
-                input, target, head, layout, needs_grad, exact, memory_budget, use_entropy, with_metrics
+                input=input,
+                target=target,
+                head=options.head(weight, bias),
+                layout=layout,
+                needs_grad=needs_grad,
+                exact=options.exact,
+                memory_budget=options.memory_budget,
+                use_entropy=use_entropy,
+                with_metrics=with_metrics,
             )
         )
     if chunks is None:
         logprobs, entropy, argmax, *_ = fused_linear_logprobs_forward(
-            input,
-            weight,
-            target,
-            bias,
-            *options,
-            memory_budget,
-            with_entropy,
-            with_metrics,
-            logits_dtype=logits_dtype,
-        )
+            *layer, *options.of_logits, options.memory_budget, with_entropy, with_metrics,
+            logits_dtype=options.logits_dtype,
+        )  # fmt: skip
         if not (any(needs_grad) or need_row_grads):
             loss = function.value(logprobs, entropy)
             of_rows = logprobs.new_empty(0), logprobs.new_empty(0)
@@ -228,17 +226,9 @@ def _forward(
         if not any(needs_grad):
             return loss, logprobs, entropy, argmax, *returned, *_no_gradients(input, weight, bias)
         grads = fused_linear_logprobs_backward(
-            *row_grads,
-            input,
-            weight,
-            target,
-            bias,
-            *options,
-            accum_dtype,
-            memory_budget,
-            *needs_grad,
-            logits_dtype=logits_dtype,
-        )
+            *row_grads, *layer, *options.of_logits, options.accum_dtype, options.memory_budget, *needs_grad,
+            logits_dtype=options.logits_dtype,
+        )  # fmt: skip
         return loss, logprobs, entropy, argmax, *returned, *grads
 
     wide = accumulate_dtype(input.dtype)
@@ -264,31 +254,28 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 
 
 @register_fake("liger_losses::fused_linear_loss_forward")
-def _(
-    input, weight, target, bias, tensors, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
-    logits_dtype=None, need_row_grads=False,
-):  # fmt: skip
-    wide = accumulate_dtype(input.dtype)
+@by_name(torch.ops.liger_losses.fused_linear_loss_forward.default)
+def _(a):
+    rows, wide = a.input.shape[0], accumulate_dtype(a.input.dtype)
+
+    def of_rows(flag, dtype=wide):
+        return a.input.new_empty((rows if flag else 0,), dtype=dtype)
+
     return (
-        input.new_empty((), dtype=wide),
-        input.new_empty((input.shape[0],), dtype=wide),
-        input.new_empty((input.shape[0] if use_entropy or with_metrics else 0,), dtype=wide),
-        input.new_empty((input.shape[0] if with_metrics else 0,), dtype=torch.int64),
-        input.new_empty((input.shape[0] if need_row_grads else 0,), dtype=wide),
-        input.new_empty((input.shape[0] if need_row_grads and use_entropy else 0,), dtype=wide),
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        weight.new_empty(weight.shape if need_grad_weight else (0,)),
-        (weight if bias is None else bias).new_empty(
-            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
-        ),
+        a.input.new_empty((), dtype=wide),
+        of_rows(True),
+        of_rows(a.use_entropy or a.with_metrics),
+        of_rows(a.with_metrics, torch.int64),
+        of_rows(a.need_row_grads),
+        of_rows(a.need_row_grads and a.use_entropy),
+        *fake_gradients(a),
     )
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
-_COMPUTED = slice(-5, -2)  # the flags of their gradients
+_Arguments = arguments_type(torch.ops.liger_losses.fused_linear_loss_forward.default)
 
 
 def _gradients(ctx, grad_loss):
@@ -296,16 +283,18 @@ def _gradients(ctx, grad_loss):
         return scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
     layer, tensors = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    options = list(ctx.options)
-    options[_COMPUTED] = needed
-    results = torch.ops.liger_losses.fused_linear_loss_forward.default(*layer, tensors, *options)
+    names = "need_grad_input", "need_grad_weight", "need_grad_bias"
+    arguments = _Arguments(*layer, tensors, *ctx.options)._replace(**dict(zip(names, needed, strict=True)))
+    results = torch.ops.liger_losses.fused_linear_loss_forward.default(*arguments)
     return [rescale(g, grad_loss) if need else None for g, need in zip(results[-3:], needed, strict=True)]
 
 
 def _setup(ctx, inputs, output):
     needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
     # Graphs that were traced without grad mode did not request the gradients: then the backward computes them.
-    ctx.recompute = any(need and not has for need, has in zip(needs_grad, inputs[_COMPUTED], strict=True))
+    ctx.recompute = any(
+        need and not has for need, has in zip(needs_grad, _Arguments(*inputs).needs_grad, strict=True)
+    )
     linked = None
     if ctx.recompute:
         ctx.options = inputs[5:]
@@ -322,7 +311,7 @@ def _setup(ctx, inputs, output):
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
-    result = [None] * 21
+    result = [None] * len(_Arguments._fields)
     if grad_loss is not None:
         for argument, grad in zip(_DIFFERENTIABLE, _gradients(ctx, grad_loss), strict=True):
             result[argument] = grad

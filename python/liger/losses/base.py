@@ -24,6 +24,7 @@ from .._core.autocast import autocast_operands
 from .._core.autograd import recording_tracer, wants_grad
 from .._core.dtensor import is_dtensor
 from .._core.float16_factor import float16_factor
+from .._core.lm_head import HeadOptions
 from .._core.memory_budget import check_budget_variable
 from .._core.named_results import serialisable
 from ..ops.add_grad_weight import logprobs_adding_grad_weight, summed_weight
@@ -274,10 +275,19 @@ class FusedLinearLoss(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three tensors."""
         logprobs, *_ = logprobs_of_layer(
-            batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self.temperature, self.ignore_index,
-            self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
-        )  # fmt: skip
+            batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()
+        )
         return logprobs.view(batch.token_shape)
+
+    def _head_options(self) -> HeadOptions:
+        return HeadOptions(
+            self.temperature,
+            self.ignore_index,
+            self.softcap,
+            self.accum_dtype,
+            self.memory_budget,
+            self.logits_dtype,
+        )
 
     def reference_scores(
         self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
@@ -377,27 +387,19 @@ class FusedLinearLoss(nn.Module):
         # AOTInductor passes no empty list; a tensor without a name is not used.
         tensors = [*sliced.values(), *whole.values()] or [batch.target]
         names = f"{','.join(sliced)}|{','.join(whole)}"
+        options = self._head_options()
         results = fused_linear_loss_forward(
-            input, weight, batch.target, bias, tensors, function, names, parts, groups, self.temperature,
-            self.ignore_index, self.softcap, self.accum_dtype, self.memory_budget, self.uses_entropy, with_metrics,
-            *needs_grad, self.logits_dtype, parameter is not None,
+            input, weight, batch.target, bias, tensors, function, names, parts, groups, *options.of_logits,
+            options.accum_dtype, options.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
+            options.logits_dtype, parameter is not None,
         )  # fmt: skip
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.
         loss, logprobs, entropy, argmax, *row_grads = results[:6]
         if parameter is not None:
-            options = self.temperature, self.ignore_index, self.softcap, self.memory_budget, self.logits_dtype
             of_logprobs, of_entropy = row_grads
             row_grads = of_logprobs, of_entropy if self.uses_entropy else None
             (loss,) = logprobs_adding_grad_weight(
-                batch.op,
-                NAMES_OF_HEAD,
-                parameter,
-                (loss,),
-                input,
-                batch.target,
-                bias,
-                *options,
-                row_grads,
+                batch.op, NAMES_OF_HEAD, parameter, (loss,), input, batch.target, bias, options, row_grads
             )
         if factor is not None:
             loss = loss / factor

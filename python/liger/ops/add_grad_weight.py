@@ -10,14 +10,13 @@ import torch
 
 from .._core.arguments import check_classes, dtype_name
 from .._core.autograd import forbid_autograd, recording_tracer, wants_grad
-from .._core.computed_rows import computed_rows
-from .._core.cross_entropy_math import CEOptions, make_rule
+from .._core.cross_entropy_math import CEOptions, Metrics, make_rule
 from .._core.dtensor import is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
-from .._core.matmul import write_linear
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import HeadOptions, LMHead
+from .._core.op_arguments import by_name
 from ..backend import register_portable
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
@@ -47,61 +46,43 @@ def _check_upstream(op, name, tensor, expected):
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
-def fused_linear_ce_add_grad_weight_(
-    grad_weight, grad_loss, input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index,
-    label_smoothing, lse_square_scale, softcap, reduction, memory_budget,
-):  # fmt: skip
-    op = "fused_linear_ce"
-    options = CEOptions(
-        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction
-    )  # fmt: skip
-    options.check_linear(input, weight, target, bias, None, memory_budget)
-    _check_sum(op, grad_weight, weight)
+@by_name(torch.ops.liger.fused_linear_ce_add_grad_weight_.default)
+def fused_linear_ce_add_grad_weight_(a):
+    op, options = "fused_linear_ce", CEOptions.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check_linear(input, weight, target, bias)
+    _check_sum(op, a.grad_weight, weight)
     rows, rule = input.shape[0], make_rule(op, input.dtype, weight.shape[0], target, options)
-    _check_upstream(op, "grad_loss", grad_loss, (rows,) if reduction == "none" else ())
-    used_denominator = None if reduction == "none" else rule.denominator(denominator, reduction)
-    upstream = grad_loss.to(rule.wide).expand(rows)
+    per_row = options.reduction == "none"
+    _check_upstream(op, "grad_loss", a.grad_loss, (rows,) if per_row else ())
+    used_denominator = None if per_row else rule.denominator(options.denominator, options.reduction)
+    upstream = a.grad_loss.to(rule.wide).expand(rows)
     upstream = upstream if rule.token_weight is None else upstream * rule.token_weight
-    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-    gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=True)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
-        write_linear(x, weight, bias, logits)
-        torch.ops.liger.cross_entropy_forward_.default(
-            logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
-            lse_square_scale, softcap, "sum", *(False,) * 5,
-        )  # fmt: skip
-        gradients.add(x, logits, None, computed.ignored(at))
+    head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
+    chunks = HeadChunks.plan(
+        input, target, head, _WEIGHT_ONLY, True, options.memory_budget, skip=True, total=a.grad_weight
+    )
+    options = options._replace(denominator=used_denominator, reduction="sum")
+    for at, logits in chunks:
+        used = options._replace(token_weight=upstream[at].contiguous())
+        torch.ops.liger.cross_entropy_forward_.default(logits, target[at], *used.of_logits, *Metrics())
+        chunks.add(at, logits)
 
 
-def fused_linear_logprobs_add_grad_weight_(
-    grad_weight, grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap,
-    memory_budget, logits_dtype=None,
-):  # fmt: skip
-    op = "fused_linear_logprobs"
-    check_head(op, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
-    check_classes(op, "target", target, weight.shape[0], ignore_index)
-    _check_sum(op, grad_weight, weight)
-    for name, tensor in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
-        _check_upstream(op, name, tensor, (input.shape[0],))
-    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
-    if logits_dtype is None:
-        make, (chunk_rows, chunks) = LMHeadGradients, planned_rows(input, weight, False, True, memory_budget)
-    else:
-        make = Float32LMHeadGradients
-        chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
-    gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=True)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
-        head.write_logits(x, logits)
-        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
-        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        gradients.add(x, logits, None, computed.ignored(at))
+@by_name(torch.ops.liger.fused_linear_logprobs_add_grad_weight_.default)
+def fused_linear_logprobs_add_grad_weight_(a):
+    op, options = "fused_linear_logprobs", HeadOptions.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check(op, input, weight, target, bias)
+    check_classes(op, "target", target, weight.shape[0], options.ignore_index)
+    _check_sum(op, a.grad_weight, weight)
+    for name in ("grad_logprobs", "grad_entropy"):
+        _check_upstream(op, name, getattr(a, name), (input.shape[0],))
+    head = options.head(weight, bias)
+    chunks = HeadChunks.plan(
+        input, target, head, _WEIGHT_ONLY, True, options.memory_budget, skip=True, total=a.grad_weight
+    )
+    chunks.add_logprobs(target, a.grad_logprobs, a.grad_entropy)
 
 
 register_portable(
@@ -152,23 +133,21 @@ def summed_weight(op, name, weight, accumulate_grad_weight):
     return weight
 
 
-def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_budget):
+def ce_adding_grad_weight(loss, weight, input, target, bias, options):
     """The loss of :func:`fused_linear_ce`, whose backward also adds the gradient of the weight to its float32 sum.
 
     Args:
         loss: of the detached weight.
         weight: the parameter.
-        input, target, bias, options, memory_budget: in the form that the op takes.
+        input, target, bias, options: in the form that the op takes.
     """
 
-    ce_weight, token_weight, denominator, *others = options
+    ce_weight, token_weight, denominator, *others = options.of_logits
 
     def add(total, weight, saved, grads):
-        x, y, b, ce_weight, token_weight, denominator = saved
-        _ce_op(
-            total, *grads, x, weight.to(x.dtype), y, b, ce_weight, token_weight, denominator, *others,
-            memory_budget,
-        )  # fmt: skip
+        x, y, b, *weights = saved
+        x_weight = weight.to(x.dtype)
+        _ce_op(total, *grads, x, x_weight, y, b, *weights, *others, options.memory_budget)
 
     inputs = input, target, bias, ce_weight, token_weight, denominator
     names = "input", "target", "bias", "ce_weight", "token_weight", "denominator"
@@ -176,14 +155,14 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_bud
 
 
 def logprobs_adding_grad_weight(
-    op, names, weight, outputs, input, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype,
-    row_grads=(None, None),
-):  # fmt: skip
+    op, names, weight, outputs, input, target, bias, options, row_grads=(None, None)
+):
     """``outputs``, whose backward also adds the gradient of the weight to its float32 sum.
 
     Args:
         op, names: of the public function, and of its arguments.
         weight: the parameter.
+        options: :class:`HeadOptions`.
         outputs: (log-probabilities,), (log-probabilities, entropies), or (a loss,) of the detached weight.
         row_grads: the gradients of the loss with respect to both, (rows,) or None.
     """
@@ -198,10 +177,9 @@ def logprobs_adding_grad_weight(
             )
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(grad_entropy)
-        _logprobs_op(
-            total, grad_logprobs, grad_entropy, x, weight.to(x.dtype) if logits_dtype is None else weight, y, b,
-            temperature, ignore_index, softcap, memory_budget, logits_dtype,
-        )  # fmt: skip
+        x_weight = weight if options.float32 else weight.to(x.dtype)
+        numbers = *options.of_logits, options.memory_budget, options.logits_dtype
+        _logprobs_op(total, grad_logprobs, grad_entropy, x, x_weight, y, b, *numbers)
 
     saved = input, target, bias, *row_grads
     return _add_in_backward(

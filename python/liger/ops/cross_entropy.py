@@ -32,6 +32,7 @@ from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
 from .._core.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from .._core.op_arguments import arguments_type, by_name
 from .._core.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
 from ..backend import register_family
 from .cross_entropy_torch import (
@@ -56,27 +57,23 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-# Positions among the arguments of cross_entropy_forward.
-_REDUCTION = 9
-_METRICS = slice(10, 15)
-
-
 @register_fake("liger::cross_entropy_forward")
-def _(*arguments):
-    logits, need_grad = arguments[0], arguments[-1]
+@by_name(torch.ops.liger.cross_entropy_forward.default)
+def _(a):
+    logits = a.logits
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
     return (
-        *fake_results(logits, rows, arguments[_REDUCTION], Metrics(*arguments[_METRICS])),
+        *fake_results(logits, rows, a.reduction, Metrics.of_op(a)),
         logits.new_empty((2, rows), dtype=wide),
         logits.new_empty((), dtype=wide),
-        torch.empty_like(logits) if need_grad else logits.new_empty(0),
+        torch.empty_like(logits) if a.need_grad else logits.new_empty(0),
     )
 
 
 @register_fake("liger::cross_entropy_forward_")
-def _(*arguments):
-    logits = arguments[0]
-    return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_METRICS]))
+@by_name(torch.ops.liger.cross_entropy_forward_.default)
+def _(a):
+    return fake_results(a.logits, a.logits.shape[0], a.reduction, Metrics.of_op(a))
 
 
 @register_fake("liger::cross_entropy_backward")
@@ -90,6 +87,9 @@ def _(grad_loss, logits, *rest):
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
+
+# Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward takes.
+_REDUCTION = arguments_type(torch.ops.liger.cross_entropy_forward.default)._fields.index("reduction")
 
 
 def _gradient_in_forward(logits, reduction):
@@ -205,7 +205,7 @@ def _run(logits, target, options, metrics, inplace, shards=None):
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "cross_entropy", "logits", logits, target, token_weight
     )
-    arguments = rows, flat_target, options.ce_weight, flat_weight, *options[2:], *metrics
+    arguments = rows, flat_target, options.ce_weight, flat_weight, *options.of_logits[2:], *metrics
     need_grad = _gradient_in_forward(rows, options.reduction)
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)

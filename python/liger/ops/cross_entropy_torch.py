@@ -13,6 +13,7 @@ from .._core.cross_entropy_math import (
     make_rule,
     row_gradient,
 )
+from .._core.op_arguments import by_name
 from .._core.row_blocks import row_blocks
 
 
@@ -32,32 +33,35 @@ def _forward(gradient, logits, target, options, metrics):
     return *results.reduced(used_denominator, options.reduction), results.stats, used_denominator
 
 
-def cross_entropy_forward_torch(logits, target, *rest):
-    *rest, need_grad = rest
-    gradient = torch.empty_like(logits) if need_grad else None
-    results = _forward(gradient, logits, target, CEOptions(*rest[:8]), Metrics(*rest[8:]))
-    return *results, logits.new_empty(0) if gradient is None else gradient
+@by_name(torch.ops.liger.cross_entropy_forward.default)
+def cross_entropy_forward_torch(a):
+    gradient = torch.empty_like(a.logits) if a.need_grad else None
+    results = _forward(gradient, a.logits, a.target, CEOptions.of_op(a), Metrics.of_op(a))
+    return *results, a.logits.new_empty(0) if gradient is None else gradient
 
 
-def cross_entropy_forward__torch(logits, target, *rest):
-    return _forward(logits, logits, target, CEOptions(*rest[:8]), Metrics(*rest[8:]))[:6]
+@by_name(torch.ops.liger.cross_entropy_forward_.default)
+def cross_entropy_forward__torch(a):
+    return _forward(a.logits, a.logits, a.target, CEOptions.of_op(a), Metrics.of_op(a))[:6]
 
 
-def _write_gradient(out, grad_loss, logits, target, stats, used_denominator, *options):
-    options = CEOptions.of_backward(*options)
+def _write_gradient(out, a):
+    logits, stats = a.logits, a.stats
     check_row_stats("cross_entropy_backward", logits, stats)
-    rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], target, options)
-    upstream = grad_loss.to(rule.wide) / used_denominator
+    rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], a.target, CEOptions.of_op(a))
+    upstream = a.grad_loss.to(rule.wide) / a.used_denominator
     for block in row_blocks(logits):
         per_row = upstream[block] if upstream.dim() else upstream
         out[block] = row_gradient(rule, block, rule.capped(logits[block]), stats[:, block], per_row)
 
 
-def cross_entropy_backward_torch(grad_loss, logits, *rest):
-    grad_logits = torch.empty_like(logits)
-    _write_gradient(grad_logits, grad_loss, logits, *rest)
+@by_name(torch.ops.liger.cross_entropy_backward.default)
+def cross_entropy_backward_torch(a):
+    grad_logits = torch.empty_like(a.logits)
+    _write_gradient(grad_logits, a)
     return grad_logits
 
 
-def cross_entropy_backward__torch(grad_loss, logits, *rest):
-    _write_gradient(logits, grad_loss, logits, *rest)
+@by_name(torch.ops.liger.cross_entropy_backward_.default)
+def cross_entropy_backward__torch(a):
+    _write_gradient(a.logits, a)

@@ -26,8 +26,9 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
+from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
-from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
+from .._core.cross_entropy_results import CrossEntropyOutput, fake_gradients, fake_results, output_like
 from .._core.dtensor import (
     align_tokens,
     given_shards,
@@ -36,13 +37,14 @@ from .._core.dtensor import (
     refuse_with_shards,
     together,
 )
-from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float16_factor import float16_factor
 from .._core.forward_gradients import gradients_in_forward
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import LMHead, LMHeadGradients, planned_rows
 from .._core.loss_rows import denominator_tensor, flatten_rows
-from .._core.matmul import without_ignored
 from .._core.memory_budget import check_budget_variable
+from .._core.op_arguments import by_name
 from .._core.row_blocks import row_blocks
 from .._core.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..backend import register_family
@@ -50,28 +52,6 @@ from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .fused_linear_lora import check_lora, lora_ce
 
 # --- torch backend ----------------------------------------------------------------------------------------------
-
-
-class _WeightGradient:
-    """The sum over chunks of ``dlogits.T @ input``, in float32 or in the dtype of the weight."""
-
-    def __init__(self, weight, chunks, exact):
-        wide = accumulate_dtype(weight.dtype)
-        self.weight, self.single = weight, chunks <= 1
-        self.sum = weight.new_zeros(weight.shape, dtype=wide if exact and not self.single else weight.dtype)
-
-    def add(self, dlogits, rows):
-        if self.single:
-            torch.mm(dlogits.t(), rows, out=self.sum)
-        elif self.sum.dtype == dlogits.dtype:
-            self.sum.addmm_(dlogits.t(), rows)
-        else:
-            rows = rows.to(self.sum.dtype)
-            for block in row_blocks(dlogits.t()):
-                self.sum[block].addmm_(dlogits.t()[block].to(self.sum.dtype), rows)
-
-    def result(self):
-        return self.sum.to(self.weight.dtype)
 
 
 def _restricted(rule, rows):
@@ -82,70 +62,42 @@ def _restricted(rule, rows):
     return dataclasses.replace(rule, **{name: getattr(rule, name)[rows] for name in names})
 
 
-def fused_linear_ce_forward_torch(input, weight, target, bias, *rest):
-    options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
-    metrics, (need_grad_input, need_grad_weight, need_grad_bias) = Metrics(*flags[:5]), flags[5:]
-    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
-    (rows, hidden), vocab = input.shape, weight.shape[0]
-    rule = make_rule("fused_linear_ce", input.dtype, vocab, target, options)
-    exact = accum_dtype in (None, torch.float32)
+@by_name(torch.ops.liger.fused_linear_ce_forward.default)
+def fused_linear_ce_forward_torch(a):
+    options, metrics = CEOptions.of_op(a), Metrics.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check_linear(input, weight, target, bias)
+    rule = make_rule("fused_linear_ce", input.dtype, weight.shape[0], target, options)
     used_denominator = rule.denominator(options.denominator, options.reduction)
     upstream = 1.0 / used_denominator
-    # Ignored rows are left out of the GEMMs, except on a GPU, where finding them would need a synchronisation.
-    computed, index = rows, None
-    ignored = ~rule.valid if input.is_cuda else None
-    if not (input.is_cuda or rule.valid.all()):
-        index = rule.valid.nonzero().squeeze(1)
-        computed, rule = index.numel(), _restricted(rule, index)
-    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        computed, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
+    # Not on a GPU, where finding ignored rows would need a synchronisation.
+    computed = computed_rows(target, options.ignore_index, skip=not input.is_cuda)
+    if computed.index is not None:
+        rule = _restricted(rule, computed.index)
+    chunk_rows, count = planned_rows(
+        input, weight, a.need_grad_weight, options.exact, options.memory_budget, rows=computed.count
     )
-    results = RowResults(rule, metrics)
-    need_bias = need_grad_bias and bias is not None
-    new_grad_input = input.new_empty if index is None else input.new_zeros
-    grad_input = new_grad_input(input.shape if need_grad_input else 0)
-    grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
-    grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
-
-    # All chunks use the same memory for their logits, which their gradient overwrites.
-    memory = input.new_empty(min(chunk_rows, computed), vocab)
-    # Operands are cast already; autocast must not cast them again.
-    with torch.autocast(input.device.type, enabled=False):
-        for start in range(0, computed, max(1, chunk_rows)):
-            chunk = slice(start, min(start + chunk_rows, computed))
-            x = input[chunk] if index is None else input[index[chunk]]
-            logits = memory[: x.shape[0]]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
+    gradients = LMHeadGradients(input, weight, bias, a.needs_grad, count, options.exact)
+    head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
+    results, chunks, start = (
+        RowResults(rule, metrics),
+        HeadChunks(input, head, computed, gradients, chunk_rows),
+        0,
+    )
+    for at, logits in chunks:
+        for block in row_blocks(logits):
+            here = slice(start + block.start, start + block.stop)
+            if any(gradients.needs_grad):
+                results.fill_with_gradient(here, logits[block], upstream, logits[block])
             else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            for block in row_blocks(logits):
-                here = slice(start + block.start, start + block.stop)
-                if need_grad_input or grad_weight is not None or need_bias:
-                    results.fill_with_gradient(here, logits[block], upstream, logits[block])
-                else:
-                    results.fill(here, logits[block])
-            if grad_weight is not None:
-                copy = grad_input[chunk] if need_grad_input else None
-                valid = x if ignored is None else without_ignored(x, ignored[chunk], copy)
-                grad_weight.add(logits, valid)
-            if need_grad_input:
-                if index is None:
-                    torch.mm(logits, weight, out=grad_input[chunk])
-                else:
-                    grad_input[index[chunk]] = logits @ weight
-            if need_bias:
-                grad_bias += logits.sum(0, dtype=rule.wide)
-
+                results.fill(here, logits[block])
+        chunks.add(at, logits)
+        start += logits.shape[0]
     reduced = results.reduced(used_denominator, options.reduction)
-    if index is not None:
-        reduced = at_original_rows(reduced, metrics, options.reduction, index, rows)
-    return (
-        *reduced,
-        grad_input,
-        input.new_empty(0) if grad_weight is None else grad_weight.result(),
-        grad_bias.to(input.dtype),
-    )
+    if computed.index is not None:
+        rows = input.shape[0]
+        reduced = at_original_rows(reduced, metrics, options.reduction, computed.index, rows)
+    return *reduced, *chunks.finish()
 
 
 register_family(
@@ -159,14 +111,11 @@ register_family(
 
 
 @register_fake("liger::fused_linear_ce_forward")
-def _(input, weight, target, bias, *rest):
-    options, (_, _, *flags) = CEOptions(*rest[:8]), rest[8:]
-    need_grad_input, need_grad_weight, need_grad_bias = flags[5:]
+@by_name(torch.ops.liger.fused_linear_ce_forward.default)
+def _(a):
     return (
-        *fake_results(input, input.shape[0], options.reduction, Metrics(*flags[:5])),
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
+        *fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a)),
+        *fake_gradients(a),
     )
 
 
@@ -207,24 +156,12 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
 
 
-def _run(
-    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False,
-    lora=None, shards=None,
-):  # fmt: skip
+def _run(input, weight, target, bias, options, metrics, accumulate_grad_weight=False, lora=None, shards=None):
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
     check_denominator("fused_linear_ce", options.denominator, options.reduction)
     if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
         found = in_shards["fused_linear_ce"](
-            "fused_linear_ce",
-            input,
-            weight,
-            target,
-            bias,
-            options,
-            accum_dtype,
-            memory_budget,
-            metrics,
-            shards,
+            "fused_linear_ce", input, weight, target, bias, options, metrics, shards
         )
         if found is not None:
             return found
@@ -232,25 +169,20 @@ def _run(
     if parameter is not None:
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
-    check_accum_dtype("fused_linear_ce", "input", input, accum_dtype)
+    check_accum_dtype("fused_linear_ce", "input", input, options.accum_dtype)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "fused_linear_ce", "input", input, target, token_weight
     )
-    flat_options = (options.ce_weight, flat_weight, *options[2:])
+    options = options._replace(token_weight=flat_weight)
     float16 = _float16_factor(rows, weight, flat_target, bias, options, () if lora is None else lora[:2])
-    used = flat_options if float16 is None else (*flat_options[:2], float16[0], *flat_options[3:])
+    used = options if float16 is None else options._replace(denominator=float16[0])
     if lora is not None:
         *factors, scale = lora
-        results = lora_ce(
-            rows, weight, flat_target, bias, (*factors, None), scale, CEOptions(*used), accum_dtype, memory_budget,
-            metrics,
-        )  # fmt: skip
+        results = lora_ce(rows, weight, flat_target, bias, (*factors, None), scale, used, metrics)
     else:
-        results = fused_linear_ce_forward(
-            rows, weight, flat_target, bias, *used, accum_dtype, memory_budget,
-            *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
-        )  # fmt: skip
+        needs_grad = (False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)
+        results = fused_linear_ce_forward(rows, weight, flat_target, bias, *used, *metrics, *needs_grad)
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.
         results = results[:6]
     if float16 is not None:
@@ -260,16 +192,13 @@ def _run(
         return output_like(tokens, options.reduction, metrics, results)
     if parameter is not None:
         # A plain tuple: at a graph break torch.compile of torch 2.11 loses fields of a named tuple.
-        loss = ce_adding_grad_weight(
-            results[0], parameter, rows, flat_target, bias, flat_options, memory_budget
-        )
+        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options)
         results = loss, *results[1:]
     return output_like(tokens, options.reduction, metrics, results)
 
 
-def _composite(input, weight, target, bias=None, *rest):
-    accum_dtype, memory_budget = (*rest[8:], None, None)[:2]
-    return _run(input, weight, target, bias, CEOptions(*rest[:8]), accum_dtype, memory_budget, Metrics())
+def _composite(input, weight, target, bias=None, *options):
+    return _run(input, weight, target, bias, CEOptions(*options), Metrics())
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -391,6 +320,8 @@ def fused_linear_ce(
         lse_square_scale=lse_square_scale,
         softcap=softcap,
         reduction=reduction,
+        accum_dtype=accum_dtype,
+        memory_budget=memory_budget,
     )
     shards = given_shards(group, vocab_start, vocab_size)
     refuse_with_shards(
@@ -403,7 +334,5 @@ def fused_linear_ce(
             "fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b,
             accumulate_grad_weight=(accumulate_grad_weight, (False,)),
         )  # fmt: skip
-    return _run(
-        input, weight, target, bias, options, accum_dtype, memory_budget, Metrics.named(metrics),
-        accumulate_grad_weight, lora, shards,
-    )  # fmt: skip
+    metrics = Metrics.named(metrics)
+    return _run(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)

@@ -30,13 +30,16 @@ from .._core.arguments import (
 from .._core.autocast import autocast_operands
 from .._core.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from .._core.cross_entropy_math import LogProbMetrics
+from .._core.cross_entropy_results import fake_gradients, fake_logprobs
 from .._core.dtensor import align_tokens, given_shards, in_shards, is_dtensor, refuse_with_shards, together
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
+from .._core.lm_head import HeadOptions
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from .._core.named_results import serialisable
+from .._core.op_arguments import arguments_type, by_name
 from .._core.types import LogProbMetric, LogProbOptions
 from . import fused_linear_logprobs_kernel  # noqa: F401  registers the kernels
 from .add_grad_weight import logprobs_adding_grad_weight, summed_weight
@@ -73,56 +76,31 @@ class LogProbs(NamedTuple):
 
 
 @register_fake("liger::fused_linear_logprobs_forward")
-def _(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    return_log_sum_sq_probs=False, return_mean_logits=False, keep=NOTHING, need_grad_weight=False, logits_dtype=None,
-    accum_dtype=None,
-):  # fmt: skip
-    check_keep(_OP, keep)
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-
-    def of_rows(flag, dtype=wide):
-        return input.new_empty((rows,) if flag else (0,), dtype=dtype)
-
-    return (
-        of_rows(True),
-        of_rows(return_entropy),
-        of_rows(return_argmax, torch.int64),
-        of_rows(return_log_sum_sq_probs),
-        of_rows(return_mean_logits),
-        *new_kept(keep, input, weight, wide, return_entropy, logits_dtype),
-    )
+@by_name(torch.ops.liger.fused_linear_logprobs_forward.default)
+def _(a):
+    check_keep(_OP, a.keep)
+    wide = accumulate_dtype(a.input.dtype)
+    return *fake_logprobs(a), *new_kept(a.keep, a.input, a.weight, wide, a.return_entropy, a.logits_dtype)
 
 
-@register_fake("liger::fused_linear_logprobs_backward")
-def _(
-    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias, keep=NOTHING, kept=None, kept_rows=None,
-    logits_dtype=None,
-):  # fmt: skip
-    return (
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        weight.new_empty(weight.shape if need_grad_weight else (0,)),
-        (weight if bias is None else bias).new_empty(
-            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
-        ),
-    )
+register_fake("liger::fused_linear_logprobs_backward")(
+    by_name(torch.ops.liger.fused_linear_logprobs_backward.default)(fake_gradients)
+)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
-_METRICS = slice(8, 12)  # among the arguments of the forward
+_Arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_forward.default)
+_ARGUMENTS = len(_Arguments._fields)
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *ctx.options, memory_budget = inputs[: _METRICS.start]
-    ctx.with_entropy = inputs[_METRICS][0]
-    keep, _, logits_dtype, accum_dtype = inputs[_METRICS.stop :]
-    kept = (None, None) if keep == NOTHING else output[5:]
-    ctx.save_for_backward(input, weight, target, bias, *kept)
-    ctx.plan, ctx.keep, ctx.logits_dtype = (accum_dtype, memory_budget), keep, logits_dtype
-    ctx.mark_non_differentiable(*(output[2:] if ctx.with_entropy else output[1:]))
+    a = _Arguments(*inputs)
+    ctx.options, ctx.keep = HeadOptions.of_op(a), a.keep
+    kept = (None, None) if a.keep == NOTHING else output[5:]
+    ctx.save_for_backward(a.input, a.weight, a.target, a.bias, *kept)
+    ctx.mark_non_differentiable(*(output[2:] if a.return_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
 
@@ -135,14 +113,14 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
     *tensors, kept, kept_rows = ctx.saved_tensors
+    options = ctx.options
     grads = torch.ops.liger.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, *tensors, *ctx.options, *ctx.plan, *needed, ctx.keep, kept, kept_rows,
-        ctx.logits_dtype,
+        grad_logprobs, grad_entropy, *tensors, *options.of_logits, options.accum_dtype, options.memory_budget, *needed,
+        ctx.keep, kept, kept_rows, options.logits_dtype,
     )  # fmt: skip
     return at_positions(_ARGUMENTS, positions, grads, needed)
 
 
-_ARGUMENTS = len(torch.ops.liger.fused_linear_logprobs_forward.default._schema.arguments)
 _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.default, _setup, _backward)
 
 
@@ -150,50 +128,48 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 
 def logprobs_of_layer(
-    op, names, input, weight, target, bias, temperature, ignore_index, softcap, memory_budget,
-    metrics=_NO_METRICS, recompute=None, logits_dtype=None, accum_dtype=None, accumulate_grad_weight=False,
-    lora=None, shards=None,
+    op, names, input, weight, target, bias, options, metrics=_NO_METRICS, recompute=None,
+    accumulate_grad_weight=False, lora=None, shards=None,
 ):  # fmt: skip
     """The fields of :class:`LogProbs` as in :func:`fused_linear_logprobs`, with the argument names of another function
-    in messages."""
-    check_budget_variable(memory_budget)
-    check_logits_dtype(op, names.input, input, logits_dtype)
-    check_ignore_index(op, names.target, target, ignore_index)
+    in messages. ``options``: :class:`HeadOptions`."""
+    check_budget_variable(options.memory_budget)
+    check_logits_dtype(op, names.input, input, options.logits_dtype)
+    check_ignore_index(op, names.target, target, options.ignore_index)
     if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
         found = in_shards["fused_linear_logprobs"](
-            op, names, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype, memory_budget,
-            logits_dtype, metrics, shards=shards,
-        )  # fmt: skip
+            op, names, input, weight, target, bias, options, metrics, shards
+        )
         if found is not None:
             return found
     parameter = summed_weight(op, names.weight, weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
-    if logits_dtype is None:
+    if not options.float32:
         input, weight, bias = autocast_operands(input, weight, bias)
-    check_accum_dtype(op, names.input, input, accum_dtype)
+    check_accum_dtype(op, names.input, input, options.accum_dtype)
     input, target, _ = align_tokens(op, input, target, None, (names.input, names.target))
     rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
-    check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
-    check_given_classes(op, names.target, target, weight.shape[0], ignore_index)
-    options = float(temperature), ignore_index, softcap, memory_budget
+    check_layer(op, names, rows, weight, bias, flat, float32_weight=options.float32)
+    check_given_classes(op, names.target, target, weight.shape[0], options.ignore_index)
+    options = options._replace(temperature=float(options.temperature))
     requested = True, *metrics
     if lora is not None:
         *factors, scale = lora
-        results = lora_logprobs(
-            rows, weight, flat, bias, (*factors, None), scale, *options, metrics, logits_dtype, accum_dtype
-        )
+        results = lora_logprobs(rows, weight, flat, bias, (*factors, None), scale, options, metrics)
         return tuple(tokens.restore(t) if flag else None for t, flag in zip(results, requested, strict=True))
     needs_grad = wants_grad(rows, weight, bias)
-    keep = NOTHING
+    keep, budget = NOTHING, options.memory_budget
     if any(needs_grad):
-        keep = choose(rows, weight, bias, softcap, memory_budget, recompute, logits_dtype is not None)
+        keep = choose(rows, weight, bias, options.softcap, budget, recompute, options.float32)
     results = _forward_op(
-        rows, weight, flat, bias, *options, *metrics, keep, needs_grad[1], logits_dtype, accum_dtype
-    )[:5]
+        rows, weight, flat, bias, *options.of_logits, budget, *metrics, keep, needs_grad[1], options.logits_dtype,
+        options.accum_dtype,
+    )[:5]  # fmt: skip
     if parameter is not None:
+        outputs = results[: 1 + metrics.entropy]
         logprobs, *others = logprobs_adding_grad_weight(
-            op, names, parameter, results[: 1 + metrics.entropy], rows, flat, bias, *options, logits_dtype
+            op, names, parameter, outputs, rows, flat, bias, options
         )
         results = logprobs, *(others or results[1:2]), *results[2:]
     return tuple(tokens.restore(t) if flag else None for t, flag in zip(results, requested, strict=True))
@@ -320,8 +296,9 @@ def fused_linear_logprobs(
     refuse_with_shards(
         _OP, shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a, recompute=recompute
     )
+    options = HeadOptions(temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype)
     results = logprobs_of_layer(
-        _OP, _NAMES, input, weight, target, bias, temperature, ignore_index, softcap, memory_budget,
-        LogProbMetrics.named(metrics), recompute, logits_dtype, accum_dtype, accumulate_grad_weight, lora, shards,
+        _OP, _NAMES, input, weight, target, bias, options, LogProbMetrics.named(metrics), recompute,
+        accumulate_grad_weight, lora, shards,
     )  # fmt: skip
     return LogProbs(*results) if metrics else results[0]

@@ -8,8 +8,9 @@ on no engine of fused_linear_ce.
 import torch
 
 from .._core.arguments import check_classes
-from .._core.computed_rows import computed_rows
+from .._core.cross_entropy_math import CEOptions, LogProbMetrics, Metrics
 from .._core.dtypes import accumulate_dtype
+from .._core.head_chunks import HeadChunks
 from .._core.kept_logits import (
     EXPONENTIALS,
     LOGITS,
@@ -21,76 +22,62 @@ from .._core.kept_logits import (
     engine_takes,
     new_kept,
 )
-from .._core.lm_head import (
-    LMHead,
-    LMHeadGradients,
-    RowStatistics,
-    check_head,
-    lm_head_gradients,
-    planned_rows,
-)
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows, float32_logits
+from .._core.lm_head import HeadOptions, RowStatistics
+from .._core.op_arguments import by_name
 from ..backend import register_portable
 from .fused_linear_ce import fused_linear_ce_forward
 
 _OP = "fused_linear_logprobs"
 
 
-def fused_linear_logprobs_forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    return_log_sum_sq_probs=False, return_mean_logits=False, keep=NOTHING, need_grad_weight=False, logits_dtype=None,
-    accum_dtype=None,
-):  # fmt: skip
-    check_head(
-        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
-    )
-    check_classes(_OP, "target", target, weight.shape[0], ignore_index)
+@by_name(torch.ops.liger.fused_linear_logprobs_forward.default)
+def fused_linear_logprobs_forward(a):
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options, requested, keep = HeadOptions.of_op(a), LogProbMetrics.of_op(a), a.keep
+    options.check(_OP, input, weight, target, bias)
+    check_classes(_OP, "target", target, weight.shape[0], options.ignore_index)
     check_keep(_OP, keep)
-    nothing, float32 = keep == NOTHING, logits_dtype is not None
+    nothing, float32, softcap = keep == NOTHING, options.float32, options.softcap
     check_engine(_OP, keep, input, weight, bias, softcap, float32)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    metrics = return_log_sum_sq_probs, return_mean_logits
+    metrics = requested.log_sum_sq_probs, requested.mean_logits
     # The results of ignored rows, which may be skipped.
     log_sum_sq_probs, mean_logits = (input.new_zeros(rows if wanted else 0, dtype=wide) for wanted in metrics)
-    if nothing and temperature == 1.0 and not float32 and not any(metrics):
+    if nothing and options.temperature == 1.0 and not float32 and not any(metrics):
         # The engines of fused_linear_ce, which leave out ignored rows.
+        ce_options = _ce_options(options._replace(accum_dtype=None), "none")
+        ce_metrics = Metrics(False, False, requested.argmax, True, requested.entropy)
         results = fused_linear_ce_forward(
-            input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
-            memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
-        )  # fmt: skip
+            input, weight, target, bias, *ce_options, *ce_metrics, False, False, False
+        )
         kept = new_kept(NOTHING, input, weight, wide, False, None)
         return results[4], results[5], results[3], log_sum_sq_probs, mean_logits, *kept
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         results = torch.ops.liger_sm90.logprobs_forward.default(
-            input, weight, target, ignore_index, temperature, budget_or_default(memory_budget), return_entropy,
-            return_argmax, keep == EXPONENTIALS, need_grad_weight, log_sum_sq_probs, mean_logits,
+            input, weight, target, options.ignore_index, options.temperature, budget_or_default(options.memory_budget),
+            requested.entropy, requested.argmax, keep == EXPONENTIALS, a.need_grad_weight, log_sum_sq_probs,
+            mean_logits,
         )  # fmt: skip
         kept = new_kept(NOTHING, input, weight, wide, False, None) if nothing else results[3:]
         return *results[:3], log_sum_sq_probs, mean_logits, *kept
-    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
+    head = options.head(weight, bias)
     logprobs = input.new_zeros(rows, dtype=wide)
-    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
-    kept, kept_rows = new_kept(keep, input, weight, wide, return_entropy, logits_dtype)
+    entropy = input.new_zeros(rows if requested.entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
+    kept, kept_rows = new_kept(keep, input, weight, wide, requested.entropy, options.logits_dtype)
+    memory = None
     if keep == LOGITS:
         # Columns that align the rows for a GEMM: no value of a tensor that autograd saves depends on chance.
         kept[:, weight.shape[0] :] = 0
-    computed = computed_rows(target, ignore_index, skip=float32 and nothing)
-    if keep == LOGITS:
-        chunk_rows, memory = rows, kept[:, : weight.shape[0]]
-    elif float32:
-        chunk_rows, _ = float32_chunk_rows(input, weight, False, memory_budget)
-        memory = float32_logits(weight, chunk_rows)
-    else:
-        chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-        memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        head.write_logits(input[at], logits)
-        statistics = head.statistics(logits, target[at], return_entropy, return_argmax)
+        memory = kept[:, : weight.shape[0]]
+    skip, budget = float32 and nothing, options.memory_budget
+    chunks = HeadChunks.plan(input, target, head, (False,) * 3, True, budget, skip=skip, memory=memory)
+    for at, logits in chunks:
+        statistics = head.statistics(logits, target[at], requested.entropy, requested.argmax)
         logprobs[at] = statistics.logprobs
-        if return_entropy:
+        if requested.entropy:
             entropy[at] = statistics.entropy
-        if return_argmax:
+        if requested.argmax:
             argmax[at] = statistics.argmax
         if any(metrics):
             for result, values in zip(
@@ -100,64 +87,67 @@ def fused_linear_logprobs_forward(
                     result[at] = values
         if keep == LOGITS:
             kept_rows[:2] = statistics.stats
-            if return_entropy:
+            if requested.entropy:
                 kept_rows[2] = statistics.entropy
     return logprobs, entropy, argmax, log_sum_sq_probs, mean_logits, kept, kept_rows
 
 
-def fused_linear_logprobs_backward(
-    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias, keep=NOTHING, kept=None, kept_rows=None,
-    logits_dtype=None,
-):  # fmt: skip
-    check_head(
-        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
-    )
+class _KeptChunks(HeadChunks):
+    """:class:`HeadChunks` whose logits ``kept`` has."""
+
+    def _write_logits(self, at, logits):
+        logits.copy_(self.kept[at, : logits.shape[1]])
+
+
+@by_name(torch.ops.liger.fused_linear_logprobs_backward.default)
+def fused_linear_logprobs_backward(a):
+    input, weight, target, bias, grad_entropy = a.input, a.weight, a.target, a.bias, a.grad_entropy
+    options, keep, kept, kept_rows = HeadOptions.of_op(a), a.keep, a.kept, a.kept_rows
+    options.check(_OP, input, weight, target, bias)
     check_keep(_OP, keep)
-    nothing, float32 = keep == NOTHING, logits_dtype is not None
+    nothing, float32, softcap = keep == NOTHING, options.float32, options.softcap
     check_engine(_OP, keep, input, weight, bias, softcap, float32)
-    check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None, logits_dtype)
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    if nothing and temperature == 1.0 and grad_entropy is None and not float32:
-        return fused_linear_ce_forward(
-            input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
-            accum_dtype, memory_budget, False, False, False, False, False, *needs_grad,
-        )[-3:]  # fmt: skip
-    budget = budget_or_default(memory_budget)
+    check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None, options.logits_dtype)
+    if nothing and options.temperature == 1.0 and grad_entropy is None and not float32:
+        ce_options = _ce_options(options, "sum", token_weight=-a.grad_logprobs)
+        return fused_linear_ce_forward(input, weight, target, bias, *ce_options, *Metrics(), *a.needs_grad)[
+            -3:
+        ]
+    budget = budget_or_default(options.memory_budget)
     if not nothing:
         # A budget that has room for the kept rows is not spent a second time on a copy of them.
         budget = min(budget, budget_or_default(None))
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         no_rows = input.new_empty(0)
         grads = torch.ops.liger_sm90.logprobs_backward.default(
-            grad_logprobs.contiguous(), grad_entropy if grad_entropy is None else grad_entropy.contiguous(),
-            no_rows if nothing else kept, no_rows if nothing else kept_rows, input, weight, target, ignore_index,
-            temperature, budget, need_grad_input, need_grad_weight,
+            a.grad_logprobs.contiguous(), grad_entropy if grad_entropy is None else grad_entropy.contiguous(),
+            no_rows if nothing else kept, no_rows if nothing else kept_rows, input, weight, target,
+            options.ignore_index, options.temperature, budget, a.need_grad_input, a.need_grad_weight,
         )  # fmt: skip
         return *grads, input.new_empty(0)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
-    exact = accum_dtype in (None, torch.float32)
-    if float32:
-        chunk_rows, chunks = float32_chunk_rows(input, weight, True, budget)
-        gradients = Float32LMHeadGradients(input, weight, bias, needs_grad, chunks, exact)
-    else:
-        gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, budget)
-    memory = gradients.new_logits(chunk_rows)
-    computed = computed_rows(target, ignore_index, skip=float32)
-    computed.clear(gradients.input)
-    for at, logits in computed.chunks(chunk_rows, memory):
-        x, y = input[at], target[at]
-        if keep == LOGITS:
-            logits.copy_(kept[at, : weight.shape[0]])
-            entropy = kept_rows[2, at] if len(kept_rows) > 2 else None
-            statistics = RowStatistics(None, entropy, None, kept_rows[:2, at])
-        else:
-            head.write_logits(x, logits)
-            statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
-        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        computed.add(gradients, at, x, logits)
-    return gradients.finish()
+
+    def kept_statistics(at):
+        entropy = kept_rows[2, at] if len(kept_rows) > 2 else None
+        return RowStatistics(None, entropy, None, kept_rows[:2, at])
+
+    make, statistics = (_KeptChunks, kept_statistics) if keep == LOGITS else (HeadChunks, None)
+    head, exact = options.head(weight, bias), options.exact
+    chunks = make.plan(input, target, head, a.needs_grad, exact, budget, skip=float32, engine=True)
+    chunks.kept = kept
+    chunks.add_logprobs(target, a.grad_logprobs, grad_entropy, statistics)
+    return chunks.finish()
+
+
+def _ce_options(options, reduction, token_weight=None):
+    """The :class:`CEOptions` of an op of fused_linear_ce."""
+    return CEOptions(
+        token_weight=token_weight,
+        ignore_index=options.ignore_index,
+        softcap=options.softcap,
+        reduction=reduction,
+        accum_dtype=options.accum_dtype,
+        memory_budget=options.memory_budget,
+    )
 
 
 register_portable(

@@ -10,65 +10,50 @@ import torch
 
 from .._core.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from .._core.cross_entropy_math import Metrics
-from .._core.cross_entropy_results import fake_results
-from .._core.dtypes import accumulate_dtype
+from .._core.cross_entropy_results import fake_logprobs, fake_results
 from .._core.fakes import register_fake
 from .._core.forward_gradients import gradients_in_forward
+from .._core.lm_head import HeadOptions
 from .._core.low_rank import check_factors, refuse_one_factor
+from .._core.op_arguments import arguments_type, by_name
 from . import fused_linear_lora_kernel  # noqa: F401  registers the kernels
 
 _LOGPROBS = "fused_linear_logprobs"
 # The arguments with a gradient, and their positions in both forwards.
 _DIFFERENTIATED = ("input", "weight", "bias", "lora_a", "lora_b", "down")
 _POSITIONS = (0, 1, 3, 4, 5, 6)
-# Of the forward of log-probabilities.
-_ARGUMENTS = len(torch.ops.liger.fused_linear_logprobs_lora_forward.default._schema.arguments)
+_logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-def _fake_gradients(input, weight, target, bias, lora_a, lora_b, down, needs_grad):
-    tensors = input, weight, bias, lora_a, lora_b, down
+def _fake_gradients(a):
+    tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
     # Of an argument that is None.
-    likes = input, weight, weight, lora_b, lora_b, lora_b
+    likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
     return tuple(
         like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)
-        for t, like, need in zip(tensors, likes, needs_grad, strict=True)
+        for t, like, need in zip(tensors, likes, a.needs_grad, strict=True)
     )
 
 
 @register_fake("liger::fused_linear_ce_lora_forward")
-def _(*arguments):
-    tensors, options = arguments[:7], arguments[7:]
-    reduction, flags, needs_grad = options[8], options[11:16], options[16:]
-    input = tensors[0]
-    return (
-        *fake_results(input, input.shape[0], reduction, Metrics(*flags)),
-        *_fake_gradients(*tensors, needs_grad),
-    )
+@by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
+def _(a):
+    results = fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a))
+    return *results, *_fake_gradients(a)
 
 
 @register_fake("liger::fused_linear_logprobs_lora_forward")
-def _(
-    input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature, ignore_index, softcap, memory_budget,
-    return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False, logits_dtype=None,
-    accum_dtype=None,
-):  # fmt: skip
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-
-    def of_rows(flag, dtype=wide):
-        return input.new_empty((rows,) if flag else (0,), dtype=dtype)
-
-    return (
-        of_rows(True), of_rows(return_entropy), of_rows(return_argmax, torch.int64), of_rows(return_log_sum_sq_probs),
-        of_rows(return_mean_logits),
-    )  # fmt: skip
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+def _(a):
+    return fake_logprobs(a)
 
 
-@register_fake("liger::fused_linear_logprobs_lora_backward")
-def _(grad_logprobs, grad_entropy, *arguments):
-    return _fake_gradients(*arguments[:7], arguments[12:18])
+register_fake("liger::fused_linear_logprobs_lora_backward")(
+    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(_fake_gradients)
+)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
@@ -84,24 +69,26 @@ _ce_op = gradients_in_forward(
 
 
 def _setup(ctx, inputs, output):
-    tensors, (*options, return_entropy, _, _, _, logits_dtype, accum_dtype) = inputs[:7], inputs[7:]
-    ctx.save_for_backward(*tensors)
-    ctx.options, ctx.dtypes = options, (logits_dtype, accum_dtype)
-    ctx.mark_non_differentiable(*(output[2:] if return_entropy else output[1:]))
+    a = _logprobs_arguments(*inputs)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scale, ctx.options = a.lora_scale, HeadOptions.of_op(a)
+    ctx.mark_non_differentiable(*(output[2:] if a.return_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once(_LOGPROBS)
 def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     if grad_logprobs is None and grad_entropy is None:
-        return (None,) * _ARGUMENTS
+        return (None,) * len(_logprobs_arguments._fields)
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
     needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
+    options = ctx.options
     grads = torch.ops.liger.fused_linear_logprobs_lora_backward.default(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, *needed, *ctx.dtypes
-    )
-    return at_positions(_ARGUMENTS, _POSITIONS, grads, needed)
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *options.of_logits, options.memory_budget, *needed,
+        options.logits_dtype, options.accum_dtype,
+    )  # fmt: skip
+    return at_positions(len(_logprobs_arguments._fields), _POSITIONS, grads, needed)
 
 
 _logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward.default, _setup, _backward)
@@ -129,25 +116,20 @@ def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
         check_factors(op, names, input, weight, lora_a, lora_b)
 
 
-def lora_ce(rows, weight, target, bias, factors, scale, options, accum_dtype, memory_budget, metrics):
+def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):
     """The results of ``fused_linear_ce_lora_forward`` but its gradients, differentiable.
 
-    ``factors``: (lora_a or None, lora_b, down or None).
+    ``factors``: (lora_a or None, lora_b, down or None). ``options``: :class:`CEOptions`.
     """
     tensors = rows, weight, bias, *factors
     needs = (False,) * 6 if options.reduction == "none" else wants_grad(*tensors)
-    return _ce_op(
-        rows, weight, target, bias, *factors, *options[:3], float(scale), *options[3:], accum_dtype, memory_budget,
-        *metrics, *needs,
-    )[:6]  # fmt: skip
+    weights, numbers = options[:3], options[3:]
+    arguments = rows, weight, target, bias, *factors, *weights, float(scale), *numbers
+    return _ce_op(*arguments, *metrics, *needs)[:6]
 
 
-def lora_logprobs(
-    rows, weight, target, bias, factors, scale, temperature, ignore_index, softcap, memory_budget, metrics,
-    logits_dtype, accum_dtype,
-):  # fmt: skip
-    """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested."""
-    return _logprobs_op(
-        rows, weight, target, bias, *factors, float(scale), temperature, ignore_index, softcap, memory_budget,
-        *metrics, logits_dtype, accum_dtype,
-    )  # fmt: skip
+def lora_logprobs(rows, weight, target, bias, factors, scale, options, metrics):
+    """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested.
+    ``options``: :class:`HeadOptions`."""
+    arguments = rows, weight, target, bias, *factors, float(scale), *options.of_logits, options.memory_budget
+    return _logprobs_op(*arguments, *metrics, options.logits_dtype, options.accum_dtype)

@@ -5,94 +5,63 @@ device, over GEMMs and the row kernels of cross entropy.
 the device, except under CUDA graph capture.
 """
 
+from functools import partial
+
 import torch
 
 from .._core.arguments import check_classes
-from .._core.computed_rows import computed_rows
-from .._core.cross_entropy_math import CEOptions, make_rule
+from .._core.cross_entropy_math import CEOptions, LogProbMetrics, Metrics, make_rule
 from .._core.dtypes import accumulate_dtype
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
-from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
+from .._core.head_chunks import HeadChunks
+from .._core.lm_head import HeadOptions, LMHead
 from .._core.low_rank import LowRank, LowRankGradients, check_low_rank
+from .._core.op_arguments import by_name
 from ..backend import register_portable
 
 _CE, _LOGPROBS = "fused_linear_ce", "fused_linear_logprobs"
 
 
-class _Chunks:
-    """The chunks of rows of a call, their logits, and their gradients.
+class _Chunks(HeadChunks):
+    """:class:`HeadChunks` with a low-rank term. ``needs_grad``: of input, weight, bias, lora_a, lora_b and down."""
 
-    Args:
-        needs_grad: of input, weight, bias, lora_a, lora_b and down.
-        head: :class:`LMHead`.
-        exact: the weight gradient must be as exact as one float32 sum.
-    """
+    @classmethod
+    def of(cls, x, target, head, factors, scale, needs_grad, exact, memory_budget):
+        low_rank = LowRank.of(x, *factors, scale, head.float32_logits)
+        chunks = cls.plan(x, target, head, needs_grad, exact, memory_budget, skip=True)
+        chunks._low_rank = low_rank
+        chunks._low_rank_gradients = LowRankGradients(low_rank, factors, x.shape[0], needs_grad[3:])
+        return chunks
 
-    def __init__(self, x, target, head, factors, scale, needs_grad, exact, memory_budget):
-        weight, bias, float32 = head.weight, head.bias, head.float32_logits
-        self._x, self._head, self._factor = x, head, 1.0 / head.temperature
-        self._needs_grad = needs_grad
-        self._low_rank = LowRank.of(x, *factors, scale, float32)
-        self._computed = computed_rows(target, head.ignore_index, skip=True)
-        if float32:
-            chunk_rows, chunks = float32_chunk_rows(x, weight, any(needs_grad), memory_budget)
-        else:
-            chunk_rows, chunks = planned_rows(x, weight, needs_grad[1], exact, memory_budget)
-        kind = Float32LMHeadGradients if float32 else LMHeadGradients
-        self._gradients = kind(x, weight, bias, needs_grad[:3], chunks, exact)
-        self._low_rank_gradients = LowRankGradients(self._low_rank, factors, x.shape[0], needs_grad[3:])
-        self._computed.clear(self._gradients.input)
-        self._chunk_rows = chunk_rows
-
-    def __iter__(self):
-        """Of each chunk: (what selects its rows, its logits divided by the temperature). :meth:`add` comes before the
-        next chunk."""
-        memory = self._gradients.new_logits(min(self._chunk_rows, max(self._computed.count, 1)))
-        for at, logits in self._computed.chunks(self._chunk_rows, memory):
-            self._rows = self._x[at]
-            self._down = self._low_rank.down_of(at, self._rows)
-            self._head.write_logits(self._rows, logits)
-            self._low_rank.add_logits(self._down, logits, self._factor)
-            yield at, logits
+    def _write_logits(self, at, logits):
+        self._down = self._low_rank.down_of(at, self.x)
+        super()._write_logits(at, logits)
+        self._low_rank.add_logits(self._down, logits, 1.0 / self._head.temperature)
 
     def add(self, at, dlogits):
-        """Adds the gradients of the chunk, from that of ``x @ weight.T``."""
-        ignored, need_input = self._computed.ignored(at), self._needs_grad[0]
-        grad_down = self._low_rank_gradients.add(at, self._rows, dlogits, self._down, ignored, need_input)
-
-        def add_to_grad_x(grad_x):
-            self._low_rank_gradients.add_grad_input(grad_x, grad_down)
-
-        adds = None if grad_down is None else add_to_grad_x
-        self._computed.add(self._gradients, at, self._rows, dlogits, adds)
+        ignored, need_input = self.rows.ignored(at), self.gradients.needs_grad[0]
+        low_rank = self._low_rank_gradients
+        grad_down = low_rank.add(at, self.x, dlogits, self._down, ignored, need_input)
+        term = None if grad_down is None else partial(low_rank.add_grad_input, grad_down=grad_down)
+        self._add(at, dlogits, ignored, term)
 
     def finish(self):
         """The gradients of input, weight, bias, lora_a, lora_b and down; empty unless needed."""
-        return *self._gradients.finish(), *self._low_rank_gradients.finish()
+        return *super().finish(), *self._low_rank_gradients.finish()
 
 
-def fused_linear_ce_lora_forward(
-    input, weight, target, bias, lora_a, lora_b, down, ce_weight, token_weight, denominator, lora_scale, ignore_index,
-    label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss,
-    return_token_accuracy, return_argmax, return_logprobs, return_entropy, need_grad_input, need_grad_weight,
-    need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down,
-):  # fmt: skip
-    options = CEOptions(
-        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction
-    )  # fmt: skip
-    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
-    check_low_rank(_CE, input, weight, lora_a, lora_b, down)
+@by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
+def fused_linear_ce_lora_forward(a):
+    options, metrics = CEOptions.of_op(a), Metrics.of_op(a)
+    input, weight, target, bias = a.input, a.weight, a.target, a.bias
+    options.check_linear(input, weight, target, bias)
+    factors = _checked_factors(_CE, a)
     rows, rule = input.shape[0], make_rule(_CE, input.dtype, weight.shape[0], target, options)
-    per_row, wide = reduction == "none", rule.wide
-    used_denominator = rule.denominator(denominator, reduction)
+    per_row, wide, token_weight = options.reduction == "none", rule.wide, options.token_weight
+    used_denominator = rule.denominator(options.denominator, options.reduction)
     divisor = None if per_row else used_denominator
-    needs_grad = (
-        need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down
-    )  # fmt: skip
-    exact = accum_dtype in (None, torch.float32)
-    head = LMHead(weight, bias, 1.0, ignore_index, softcap)
-    chunks = _Chunks(
-        input, target, head, (lora_a, lora_b, down), lora_scale, needs_grad, exact, memory_budget
+    head = LMHead(weight, bias, 1.0, options.ignore_index, options.softcap)
+    chunks = _Chunks.of(
+        input, target, head, factors, a.lora_scale, a.needs_grad, options.exact, options.memory_budget
     )
 
     def reduced(requested):
@@ -104,17 +73,19 @@ def fused_linear_ce_lora_forward(
     def of_rows(requested, value=0.0, dtype=wide):
         return input.new_full((rows if requested else 0,), value, dtype=dtype)
 
-    need_predicted = return_argmax or return_token_accuracy
-    loss, z_loss = reduced(True), reduced(return_z_loss)
+    need_predicted = metrics.argmax or metrics.token_accuracy
+    loss, z_loss = reduced(True), reduced(metrics.z_loss)
     predicted = of_rows(need_predicted, -1, torch.int64)
-    logprobs, entropy = of_rows(return_logprobs), of_rows(return_entropy)
-    flags = return_z_loss, False, need_predicted, return_logprobs, return_entropy
+    logprobs, entropy = of_rows(metrics.logprobs), of_rows(metrics.entropy)
+    flags = metrics._replace(token_accuracy=False, argmax=need_predicted)
     for at, logits in chunks:
-        arguments = (
-            logits, target[at], ce_weight, None if token_weight is None else token_weight[at].contiguous(), divisor,
-            ignore_index, label_smoothing, lse_square_scale, softcap, "none" if per_row else "sum", *flags,
-        )  # fmt: skip
-        if any(needs_grad):
+        chunk_options = options._replace(
+            token_weight=None if token_weight is None else token_weight[at].contiguous(),
+            denominator=divisor,
+            reduction="none" if per_row else "sum",
+        )
+        arguments = logits, target[at], *chunk_options.of_logits, *flags
+        if any(a.needs_grad):
             results = torch.ops.liger.cross_entropy_forward_.default(*arguments)
             chunks.add(at, logits)
         else:
@@ -128,77 +99,60 @@ def fused_linear_ce_lora_forward(
             if every.numel():
                 every[at] = values
     accuracy = input.new_empty(0, dtype=wide)
-    if return_token_accuracy:
+    if metrics.token_accuracy:
         hits = (predicted == rule.class_index) & rule.has_class
         accuracy = hits.sum(dtype=wide) / rule.valid.sum(dtype=wide)
-    predicted = predicted if return_argmax else predicted.new_empty(0)
+    predicted = predicted if metrics.argmax else predicted.new_empty(0)
     return loss, z_loss, accuracy, predicted, logprobs, entropy, *chunks.finish()
 
 
-def fused_linear_logprobs_lora_forward(
-    input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature, ignore_index, softcap, memory_budget,
-    return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False, logits_dtype=None,
-    accum_dtype=None,
-):  # fmt: skip
-    head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
-        memory_budget, logits_dtype,
-    )  # fmt: skip
-    factors, rows, wide = (lora_a, lora_b, down), input.shape[0], accumulate_dtype(input.dtype)
-    chunks = _Chunks(input, target, head, factors, lora_scale, (False,) * 6, True, memory_budget)
-    flags = True, return_entropy, return_log_sum_sq_probs, return_mean_logits
-    logprobs, entropy, *metrics = (input.new_zeros(rows if flag else 0, dtype=wide) for flag in flags)
-    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+def fused_linear_logprobs_lora_forward(a):
+    head, chunks = _logprob_chunks(a, (False,) * 6)
+    requested, rows, wide = LogProbMetrics.of_op(a), a.input.shape[0], accumulate_dtype(a.input.dtype)
+    others = requested.log_sum_sq_probs, requested.mean_logits
+    logprobs, entropy, *metrics = (
+        a.input.new_zeros(rows if flag else 0, dtype=wide) for flag in (True, requested.entropy, *others)
+    )
+    argmax = a.target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
     for at, logits in chunks:
-        y = target[at]
-        statistics = head.statistics(logits, y, return_entropy, return_argmax)
+        y = a.target[at]
+        statistics = head.statistics(logits, y, requested.entropy, requested.argmax)
         results = [
             (logprobs, statistics.logprobs),
             (entropy, statistics.entropy),
             (argmax, statistics.argmax),
         ]
-        if any(flags[2:]):
-            results += zip(metrics, head.metrics(logits, y, *flags[2:]), strict=True)
+        if any(others):
+            results += zip(metrics, head.metrics(logits, y, *others), strict=True)
         for every, values in results:
             if every.numel():
                 every[at] = values
     return logprobs, entropy, argmax, *metrics
 
 
-def fused_linear_logprobs_lora_backward(
-    grad_logprobs, grad_entropy, input, weight, target, bias, lora_a, lora_b, down, lora_scale, temperature,
-    ignore_index, softcap, memory_budget, need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a,
-    need_grad_lora_b, need_grad_down, logits_dtype=None, accum_dtype=None,
-):  # fmt: skip
-    head = _checked_head(
-        input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype,
-        memory_budget, logits_dtype,
-    )  # fmt: skip
-    needs_grad = (
-        need_grad_input, need_grad_weight, need_grad_bias, need_grad_lora_a, need_grad_lora_b, need_grad_down
-    )  # fmt: skip
-    factors = lora_a, lora_b, down
-    exact = accum_dtype in (None, torch.float32)
-    chunks = _Chunks(input, target, head, factors, lora_scale, needs_grad, exact, memory_budget)
-    for at, logits in chunks:
-        y = target[at]
-        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
-        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        chunks.add(at, logits)
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)
+def fused_linear_logprobs_lora_backward(a):
+    _, chunks = _logprob_chunks(a, a.needs_grad)
+    chunks.add_logprobs(a.target, a.grad_logprobs, a.grad_entropy)
     return chunks.finish()
 
 
-def _checked_head(
-    input, weight, target, bias, lora_a, lora_b, down, temperature, ignore_index, softcap, accum_dtype, memory_budget,
-    logits_dtype,
-):  # fmt: skip
-    check_head(
-        _LOGPROBS, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+def _checked_factors(op, a):
+    check_low_rank(op, a.input, a.weight, a.lora_a, a.lora_b, a.down)
+    return a.lora_a, a.lora_b, a.down
+
+
+def _logprob_chunks(a, needs_grad):
+    """(the :class:`LMHead`, its chunks) of an op of log-probabilities."""
+    options, layer = HeadOptions.of_op(a), (a.input, a.weight, a.target, a.bias)
+    options.check(_LOGPROBS, *layer)
+    factors = _checked_factors(_LOGPROBS, a)
+    check_classes(_LOGPROBS, "target", a.target, a.weight.shape[0], options.ignore_index)
+    head = options.head(a.weight, a.bias)
+    return head, _Chunks.of(
+        a.input, a.target, head, factors, a.lora_scale, needs_grad, options.exact, options.memory_budget
     )
-    check_low_rank(_LOGPROBS, input, weight, lora_a, lora_b, down)
-    check_classes(_LOGPROBS, "target", target, weight.shape[0], ignore_index)
-    return LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
 
 
 register_portable(

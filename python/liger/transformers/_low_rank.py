@@ -38,6 +38,9 @@ def low_rank_ce(
     """
     x, weight, bias = autocast_operands(x, weight, bias)
     options = CEOptions(
-        denominator=denominator_tensor(denominator, x), ignore_index=ignore_index, softcap=softcap
+        denominator=denominator_tensor(denominator, x),
+        ignore_index=ignore_index,
+        softcap=softcap,
+        memory_budget=memory_budget,
     )
-    return lora_ce(x, weight, target, bias, (None, up, down), 1.0, options, None, memory_budget, Metrics())[0]
+    return lora_ce(x, weight, target, bias, (None, up, down), 1.0, options, Metrics())[0]

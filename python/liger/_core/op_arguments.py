@@ -1,0 +1,47 @@
+"""The arguments of an op as one object, and the options among them.
+
+Kernels and fakes get their arguments by position. :func:`by_name` binds them once, to the names of the schema.
+"""
+
+import collections
+import functools
+import operator
+
+
+@functools.lru_cache(None)
+def arguments_type(op):
+    """A named tuple of the arguments of an op, with the names and defaults of its schema. ``needs_grad``: its flags
+    ``need_grad_*``."""
+    schema = op._schema.arguments
+    defaults = [argument.default_value for argument in schema if argument.has_default_value()]
+    kind = collections.namedtuple("Arguments", [argument.name for argument in schema], defaults=defaults)
+    flags = [i for i, name in enumerate(kind._fields) if name.startswith("need_grad_")]
+    kind.needs_grad = property(lambda self: tuple([self[i] for i in flags]))
+    return kind
+
+
+def by_name(op):
+    """Decorator: the function takes the arguments of an op as one object of :func:`arguments_type`."""
+
+    def decorate(function):
+        def bound(*args, **kwargs):
+            return function(arguments_type(op)(*args, **kwargs))
+
+        return bound
+
+    return decorate
+
+
+@functools.lru_cache(None)
+def _reader(kind, arguments, prefix):
+    names = [name for name in kind._fields if prefix + name in arguments._fields]
+    read = operator.attrgetter(*(prefix + name for name in names))
+    if len(names) == len(kind._fields):
+        return lambda found: kind._make(read(found))
+    return lambda found: kind(**dict(zip(names, read(found), strict=True)))
+
+
+def options_among(kind, arguments, prefix=""):
+    """A named tuple of the class ``kind`` from the arguments of an op with the names of its fields, after a prefix.
+    Fields that the op has no argument for get their defaults."""
+    return _reader(kind, type(arguments), prefix)(arguments)
