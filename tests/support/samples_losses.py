@@ -158,17 +158,17 @@ def _fused_linear_logprobs_lora_forward(d):
     tensors, (with_a, with_down) = (floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)), _factors(d)
     no_rows = tensors[0][:0], tensors[1], tensors[2][:0]
     return [
-        (*tensors, None, *with_a, 0.7, 1.0, -100, None, None, False, False, None, False, False),
-        (*tensors, floats(d, 11), *with_down, 1.0, 0.7, -100, 5.0, 64, True, True, None, True, True),
-        (*tensors, floats(d, 11), *with_a, -0.7, 2.0, -100, 5.0, 64, True, False, torch.float32, False, True),
-        (*no_rows, None, *with_a, 0.7, 1.0, -100, None, None, True, True, None, True, True),
+        (*tensors, None, *with_a, 0.7, 1.0, -100, None, None, False, False, False, False, None),
+        (*tensors, floats(d, 11), *with_down, 1.0, 0.7, -100, 5.0, 64, True, True, True, True, None),
+        (*tensors, floats(d, 11), *with_a, -0.7, 2.0, -100, 5.0, 64, True, False, False, True, torch.float32),
+        (*no_rows, None, *with_a, 0.7, 1.0, -100, None, None, True, True, True, True, None),
     ]
 
 
 def _fused_linear_logprobs_lora_backward(d):
     samples = []
     for arguments in _fused_linear_logprobs_lora_forward(d):
-        tensors, (*options, entropy, _, logits_dtype, _, _) = arguments[:7], arguments[7:]
+        tensors, (*options, entropy, _, _, _, logits_dtype) = arguments[:7], arguments[7:]
         rows = len(tensors[0])
         grads = floats(d, rows), floats(d, rows) if entropy else None
         for needed in ((True,) * 6, (False, True, False, False, True, False)):

@@ -8,7 +8,7 @@ the gradient is rounded to 16 bits once.
 
 import torch
 
-from .._core.computed_rows import row_chunks
+from .._core.computed_rows import ignored_rows, row_chunks
 from .._core.cross_entropy_math import check_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.environment import targets_checked
@@ -136,7 +136,7 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
     if soft and teacher_indices is not None:
         bad = ((teacher_indices < 0) | (teacher_indices >= vocab)) & (teacher > -torch.inf)
         if target is not None:
-            bad &= (target != ignore_index).unsqueeze(1)
+            bad &= (~ignored_rows(target, ignore_index)).unsqueeze(1)
         if bad.any():
             row, k = bad.nonzero()[0].tolist()
             raise RuntimeError(
