@@ -53,7 +53,8 @@ def expected(z, y, token_weight, reduction, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.covering(2)
 def test_extreme_token_weights(device, dtype, reduction, weight_of_rows, options):
-    x, w, b = (torch.randn(*size, device=device).div(3).to(dtype) for size in ((ROWS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)))
+    sizes = (ROWS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)
+    x, w, b = (torch.randn(size, device=device).div(3).to(dtype) for size in sizes)
     y = torch.randint(VOCAB, (ROWS,), device=device)
     y[1] = -100
     options = dict(options)
@@ -86,7 +87,9 @@ def test_extreme_token_weights(device, dtype, reduction, weight_of_rows, options
             for gradient, right in zip(torch.autograd.grad(found.sum(), leaves), wanted, strict=False):
                 same(gradient, right)
         logits = z.detach().to(dtype).requires_grad_()
-        loss, dz = expected(logits.detach().double().requires_grad_(), y, token_weight.double(), reduction, wide)
+        loss, dz = expected(
+            logits.detach().double().requires_grad_(), y, token_weight.double(), reduction, wide
+        )
         found = liger.cross_entropy(logits, y, **given)
         same(found.detach(), loss)
         same(torch.autograd.grad(found.sum(), logits)[0], dz)
