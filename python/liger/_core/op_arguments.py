@@ -5,6 +5,7 @@ Kernels and fakes get their arguments by position. :func:`by_name` binds them on
 
 import collections
 import functools
+import inspect
 import operator
 
 
@@ -22,14 +23,19 @@ def arguments_type(op):
 
 def by_name(op):
     """Decorator: the function takes the arguments of an op as one object of :func:`arguments_type`."""
+    return functools.partial(_ByName, op)
 
-    def decorate(function):
-        def bound(*args, **kwargs):
-            return function(arguments_type(op)(*args, **kwargs))
 
-        return bound
+class _ByName:
+    def __init__(self, op, function):
+        self._op, self._function = op, function
 
-    return decorate
+    def __call__(self, *args, **kwargs):
+        return self._function(arguments_type(self._op)(*args, **kwargs))
+
+    @property
+    def __signature__(self):
+        return inspect.signature(arguments_type(self._op))
 
 
 @functools.lru_cache(None)
