@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from .._core.computed_rows import ignored_rows
 from .._core.cross_entropy_math import CEOptions, Metrics, at_original_rows
 from .._core.matmul import product, without_ignored, write_linear
 from .._core.op_arguments import by_name
@@ -64,7 +65,7 @@ def fused_linear_ce_forward(a):
         if all_valid or valid_rows is not None:
             return x
         rows = slice(first, first + x.shape[0])
-        ignored = rule.target[rows] == rule.ignore_index
+        ignored = ignored_rows(rule.target[rows], rule.ignore_index)
         return without_ignored(x, ignored, grad_input[rows] if need_grad_input else None)
 
     # The device computes the logits of the first rows, needed in any case, while the host waits for the valid count.

@@ -7,7 +7,10 @@ import pytest
 import ranks
 import torch
 from called_ops import CalledOps
+from graph_nodes import count_nodes
 from test_deepspeed import deepspeed
+
+from liger.transformers import _checkpointing_names
 
 # The default threshold below which the parameters stay gathered: the weights of norms, in a model of any size.
 PERSISTENT = int(1e5)
@@ -87,7 +90,7 @@ def test_norms_that_stay_gathered(name, bfloat16):
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 def test_checkpointing_of_norms_that_stay_gathered(name, reentrant):
     def change(model):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        _checkpointing_names.enable(model, use_reentrant=reentrant)
 
     run(name, change=change, threshold=PERSISTENT)
 
@@ -177,6 +180,21 @@ def test_rank_without_valid_label(name, ignored_rank):
 def test_tied_or_not(name):
     """The other choice than the configuration of the family makes."""
     run(name, tied=name == "qwen3")
+
+
+@pytest.mark.parametrize("threshold", [0, PERSISTENT])
+def test_a_tied_weight_has_one_gradient(threshold):
+    batch = families.to(families.batches("qwen3")[0][ranks.RANK], ranks.DEVICE)
+    engine = engine_of(families.patched(families.make("qwen3", True), "qwen3"), threshold=threshold)
+    try:
+        for _ in range(2):
+            loss = engine(**batch).loss
+            nodes = count_nodes(loss)
+            assert nodes["_SharedLookupBackward"] == 1 and not nodes["EmbeddingBackward0"]
+            engine.backward(loss)
+            engine.step()
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

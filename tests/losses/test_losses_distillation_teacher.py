@@ -2,17 +2,20 @@
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, assert_as_exact_as_torch
 from distillation_cases import (
     BUDGETS,
     DISTANCES,
     LENGTH,
     SEQUENCES,
+    TENSORS,
     VOCAB,
     call,
     logits_of,
     make,
+    plain,
     teacher_arguments,
+    with_gradients,
 )
 from losses_cases import leaf
 
@@ -110,3 +113,48 @@ def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], **tolerance)
+
+
+OF_ALL_CLASSES = [n for n in DISTANCES if not n.startswith("top k")]
+PAIRS = [(a, b) for a in (*DTYPES, torch.float64) for b in (*DTYPES, torch.float64) if a != b]
+
+
+@pytest.mark.parametrize("form", ["states", "logits"])
+@pytest.mark.parametrize("name", OF_ALL_CLASSES)
+@pytest.mark.parametrize(
+    "pair", PAIRS, ids=lambda pair: "-".join(str(d).removeprefix("torch.") for d in pair)
+)
+@pytest.mark.covering(2)
+def test_teachers_of_another_dtype(device, backend, name, pair, form):
+    """The GEMM of a teacher runs in the dtype of the teacher; logits meet in the accumulation dtype of the student."""
+    if pair[0] == torch.float64 and backend != "torch":
+        pytest.skip("float64 is computed by the torch backend alone")
+    tensors, (of_student, of_teacher) = make(device), pair
+    tensors = {
+        k: t.to(of_teacher if k.startswith("teacher") else of_student) if t.is_floating_point() else t
+        for k, t in tensors.items()
+    }
+    module = DISTANCES[name][0](**DISTANCES[name][1])
+
+    def ours(t):
+        if form == "states":
+            return call(name, module, t)
+        return module(t["x"], t["weight"], t["labels"], t["bias"], teacher_logits=logits_of(t)[1])[0]
+
+    exact = dict(tensors)
+    if form == "logits":
+        # What is given has no error of its own.
+        exact |= {"teacher_x": logits_of(tensors)[1], "teacher_weight": torch.eye(VOCAB, device=device)}
+        exact |= {"teacher_bias": torch.zeros(VOCAB, device=device)}
+    found = with_gradients(ours, tensors)
+    assert [t.dtype for t in found[1:]] == [of_student] * len(TENSORS)
+    theirs = with_gradients(lambda t: plain(name, t), tensors)
+    for what, *values in zip(
+        ("loss", *TENSORS),
+        found,
+        theirs,
+        with_gradients(lambda t: plain(name, t), exact, torch.float64),
+        strict=True,
+    ):
+        # Logits reach 15.
+        assert_as_exact_as_torch(*values, what, intermediate=16.0)

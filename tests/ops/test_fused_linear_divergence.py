@@ -95,6 +95,29 @@ def test_loss_of_each_row(device, name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["states", "logits"])
+@pytest.mark.covering(2)
+def test_a_teacher_of_another_dtype(device, name, dtype, other, form):
+    """As of the same tensors in float32: nothing is rounded to the narrower of the two."""
+    tensors = {k: t.to(other if k.startswith("teacher") else dtype) for k, t in make(device).items()}
+    if form == "logits":
+        teacher = [tensors.pop(f"teacher_{k}") for k in ("input", "weight", "bias")]
+        tensors["teacher_logits"] = F.linear(*teacher)
+    found = with_gradients(lambda t: fused(name, t, memory_budget=budget(dtype)), tensors)
+    wide = {k: t.float() for k, t in tensors.items()}
+    assert [t.dtype for t in found] == [torch.float32, *[dtype] * len(LEAVES)]
+    expected = with_gradients(lambda t: plain(name, t), wide)
+    with liger.use_backend("torch"):
+        exact = with_gradients(lambda t: plain(name, t), {k: t.double() for k, t in tensors.items()})
+    assert_as_exact_as_torch(found[0], expected[0], exact[0], "loss", intermediate=8.0)
+    same = with_gradients(lambda t: plain(name, t), {k: t.to(dtype) for k, t in tensors.items()})
+    for what, *values in zip(LEAVES, found[1:], same[1:], exact[1:], strict=True):
+        assert_as_exact_as_torch(*values, what, intermediate=8.0)
+
+
 def test_logits_of_the_teacher(device):
     tensors = make(device)
     logits = F.linear(tensors["teacher_input"], tensors["teacher_weight"], tensors["teacher_bias"])
@@ -286,6 +309,24 @@ def test_bad_input(device):
         with pytest.raises(ValueError, match=f"fused_linear_jsd: {match}"):
             fused("jsd 0.3", {**tensors, **change})
     refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
+    for name in ("teacher_weight", "teacher_bias"):
+        match = f"fused_linear_jsd: {name} has dtype float16, expected that of teacher_input, float32"
+        refuses(match, {name: tensors[name].half()})
+        raw = [tensors[k].half() if k == name else tensors[k] for k in ("teacher_weight", "teacher_bias")]
+        call = torch.ops.liger.fused_linear_divergence_forward
+        given = (
+            tensors["input"].double(),
+            tensors["weight"].double(),
+            tensors["teacher_input"],
+            raw[0],
+            None,
+            None,
+        )
+        rest = None, raw[1], None, "jsd", 0.5, 1.0, 1.0, 0.0, -100, False, None, None, False, False, False
+        with pytest.raises(
+            RuntimeError, match=f"{name} has dtype float16, expected that of teacher, float32"
+        ):
+            call(*given, *rest)
     refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})
     refuses("fused_linear_jsd: memory_budget is 0", memory_budget=0)
     refuses("fused_linear_jsd: accum_dtype is float64, expected float32", accum_dtype=torch.float64)

@@ -11,6 +11,7 @@ import pkgutil
 
 import pytest
 import torch
+from samples_declared import Sizes, samples_of
 
 triton = pytest.importorskip("triton")
 
@@ -22,23 +23,18 @@ from liger.triton_kernels import (
     expert_gate,
     expert_sum,
     fused_linear_ce,
-    geglu,
     group_norm,
-    layer_norm,
     qk_norm_rope,
-    relu_squared,
     rescale,
-    rms_norm,
     rms_norm_gated,
     rope,
-    softmax,
-    swiglu,
     valid_rows,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from liger._core.declared import declarations
 from liger._core.environment import triton_interpreted
 from liger.ops.grouped_experts_torch import Gate
 
@@ -58,15 +54,19 @@ POINTEES = {
 }
 
 
-def rms_norm_launches(dtype, tokens=9):
-    # Several rows per program, one row per program, and rows larger than a tile.
-    for hidden in (128, 4096, 40000):
-        x, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-        for casting_mode in ("llama", "gemma", "none"):
-            _, rstd = rms_norm.rms_norm(x, weight, 1e-6, 0.0, casting_mode)
-            rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
-        rms_norm.fused_add_rms_norm(x, x, None)
-        rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
+# Several rows per program, one row per program, and rows larger than a tile.
+WIDTHS = (128, 4096, 40000)
+
+
+def declared_launches(dtype, tokens=9, *, module):
+    """The samples of the declared ops of a family, in several widths."""
+    for op in (op for op in declarations() if hasattr(module, op)):
+        for width in WIDTHS:
+            # The second sample has another layout, and other options.
+            leading = (tokens,), (1, tokens)
+            sizes = Sizes(leading, ((),) * 2, {"H": width, "I": width, "channels": 8}, dtype)
+            for sample in samples_of(op, "cpu", sizes):
+                getattr(module, op)(*sample)
 
 
 def rms_norm_gated_launches(dtype, tokens=9):
@@ -79,16 +79,6 @@ def rms_norm_gated_launches(dtype, tokens=9):
                 _, rstd = rms_norm_gated.rms_norm_gated(x, x, parameter, 1e-6, *options)
                 rms_norm_gated.rms_norm_gated_backward(x, x, x, parameter, rstd, *options, True, True, True)
     rms_norm_gated.rms_norm_gated_backward(x, x, x, weight, rstd, *options, False, False, True)
-
-
-def layer_norm_launches(dtype, tokens=9):
-    # Several rows per program, one row per program, and rows larger than a tile.
-    for hidden in (128, 4096, 40000):
-        x, parameter = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-        for weight, bias in ((parameter, parameter), (parameter, None), (None, None)):
-            _, mean, rstd = layer_norm.layer_norm(x, weight, bias)
-            layer_norm.layer_norm_backward(x, x, weight, bias, mean, rstd, True, True, True)
-        layer_norm.layer_norm_backward(x, x, parameter, parameter, mean, rstd, False, False, True)
 
 
 def group_norm_launches(dtype, tokens=9):
@@ -109,26 +99,6 @@ def rope_launches(dtype, tokens=9):
         for interleaved in (False, True):
             rope.rope(q, k, *torch.zeros(2, tokens, rotary, dtype=dtype), interleaved)
             rope.rope_backward(q, k, *torch.zeros(2, 2, tokens, rotary), interleaved)
-
-
-def gated_launches(dtype, tokens=9, family=swiglu, name="swiglu", options=({},)):
-    for width in (100, 14336):
-        packed = torch.zeros(tokens, 2 * width, dtype=dtype)
-        gate, up = packed.chunk(2, -1)
-        for option in options:
-            ops = {
-                suffix: functools.partial(getattr(family, name + suffix), **option)
-                for suffix in (
-                    "", "_backward", "_backward_product_", "_packed", "_packed_backward", "_packed_backward_",
-                )
-            }  # fmt: skip
-            for emit_product in (False, True):
-                ops["_backward"](gate, gate, up, emit_product)
-                ops["_packed_backward"](gate, packed, emit_product)
-            ops[""](gate, up)
-            ops["_packed"](packed)
-            ops["_packed_backward_"](gate, packed)
-            ops["_backward_product_"](torch.zeros_like(gate), gate, up)
 
 
 def expert_sum_launches(dtype, tokens=9):
@@ -152,25 +122,6 @@ def expert_gate_launches(dtype, tokens=9):
         ):
             grad = expert_gate.product(gate_up, gate)
             expert_gate.backward_(grad, gate_up, weights, gate)
-
-
-def geglu_launches(dtype, tokens=9):
-    gated_launches(dtype, tokens, geglu, "geglu", ({"approximate": "none"}, {"approximate": "tanh"}))
-
-
-def relu_squared_launches(dtype, tokens=9):
-    for width in (100, 14336):
-        x = torch.zeros(tokens, width, dtype=dtype)
-        relu_squared.relu_squared(x)
-        relu_squared.relu_squared_backward(x, x)
-
-
-def softmax_launches(dtype, tokens=9):
-    # Several rows per program, one row per program, and rows larger than a tile.
-    for width in (128, 16384, 128256):
-        x = torch.zeros(tokens, width, dtype=dtype)
-        softmax.softmax(x)
-        softmax.softmax_backward(x, x)
 
 
 def rescale_launches(dtype, tokens=9):
@@ -276,20 +227,20 @@ def qk_norm_rope_launches(dtype, tokens=9):
             qk_norm_rope.qk_norm_rope_backward(q, k, *arguments, True, False, True, True)
 
 
+# Families of declared ops need no entry, unless their kernels have more forms than their samples.
 LAUNCHES = {
+    module: functools.partial(declared_launches, module=module)
+    for info in pkgutil.iter_modules(liger.triton_kernels.__path__, "liger.triton_kernels.")
+    if declarations().keys() & vars(module := importlib.import_module(info.name)).keys()
+}
+LAUNCHES |= {
     valid_rows: valid_rows_launches,
     group_norm: group_norm_launches,
-    layer_norm: layer_norm_launches,
-    rms_norm: rms_norm_launches,
     rms_norm_gated: rms_norm_gated_launches,
     rope: rope_launches,
     qk_norm_rope: qk_norm_rope_launches,
     expert_gate: expert_gate_launches,
     expert_sum: expert_sum_launches,
-    geglu: geglu_launches,
-    swiglu: gated_launches,
-    relu_squared: relu_squared_launches,
-    softmax: softmax_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
     cross_entropy_stats: cross_entropy_stats_launches,

@@ -173,3 +173,35 @@ def test_a_hub_that_answers_is_left_to_transformers(answer, monkeypatch, capsys)
     monkeypatch.setattr(AutoConfig, "from_pretrained", config)
     assert cli.main(["plan", "--model", "no/such"]) == 2
     assert capsys.readouterr().err == "liger plan --model no/such: no/such False\n"
+
+
+def test_layers_of_another_form_are_named(tmp_path, capsys):
+    """Cross-attention of Mllama has gates, no rotation, and keys and values of image tokens."""
+    text = {
+        "vocab_size": 128,
+        "pad_token_id": 0,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    totals = []
+    for crossed in ([1, 3], []):
+        path = tmp_path / "config.json"
+        text |= {"cross_attention_layers": crossed, "num_hidden_layers": 3 + len(crossed)}
+        path.write_text(json.dumps({"model_type": "mllama", "text_config": text}))
+        assert cli.main(["plan", "--model", str(path), "--json"]) == 0
+        totals.append(json.loads(capsys.readouterr().out))
+        assert cli.main(["plan", "--model", str(path)]) == 0
+        out = capsys.readouterr().out
+        assert (", 3 of 5 layers, " if crossed else ", 3 layers, ") in out
+        assert ("these layers" in out) == bool(crossed) == ("all layers" not in out)
+        assert ("\nnot counted: 2 x MllamaCrossAttentionDecoderLayer, not x + attention" in out) == bool(
+            crossed
+        )
+    assert [total.pop("uncounted_layers") for total in totals] == [
+        {"MllamaCrossAttentionDecoderLayer": 2},
+        {},
+    ]
+    assert totals[0] == totals[1]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,7 @@ from graph_nodes import count_nodes  # noqa: E402
 from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _modules, _reuse  # noqa: E402
+from liger.transformers import _checkpointing_names, _modules, _reuse  # noqa: E402
 from liger.transformers._reuse import linear_over  # noqa: E402
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -101,6 +102,36 @@ def test_shared_weight_like_the_unpatched_model():
     assert ops.seen.count(("add", (VOCAB, 64))) == 0
     assert liger.unpatch(model).state_dict().keys() == plain.state_dict().keys()
     assert type(model.model.embed_tokens) is nn.Embedding
+
+
+def test_shared_weight_that_hooks_gather():
+    """As ZeRO-3 does: the weight is there in the calls of embedding and head, and in the backward. Nothing keeps what
+    was gathered for a call."""
+    plain = tied()
+    model = liger.patch(twin(plain))
+    weight, gathered = model.lm_head.weight, []
+    full, weight.ds_id = weight.data.clone(), 0
+
+    def gather(module, inputs):
+        weight.data = full.clone()
+        gathered.append(StorageWeakRef(weight.untyped_storage()))
+
+    def release(module, inputs, output):
+        weight.data = full.new_empty(0)
+
+    release.__module__ = "deepspeed.runtime.zero"
+    for module in (model.model.embed_tokens, model.lm_head):
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+    release(None, None, None)
+    output = model(**batch())
+    assert len(gathered) == 2 and all(storage.expired() for storage in gathered)
+    weight.data = full
+    with Ops() as ops:
+        output.loss.backward()
+    assert not {("embedding_dense_backward", (VOCAB, 64)), ("add", (VOCAB, 64))} & set(ops.seen)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert_same_step((output, grads), step(plain, **batch()))
 
 
 def test_shared_weight_with_kept_graph_and_accumulated_gradients():
@@ -248,7 +279,7 @@ def test_embeddings_that_are_left_alone(embedding):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     plain = tied()
-    plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    _checkpointing_names.enable(plain, use_reentrant=reentrant)
     model = liger.patch(twin(plain))
     assert_same_step(step(model, **batch()), step(plain, **batch()))
     assert dense_gradients(model, **batch()) == 0
@@ -329,7 +360,7 @@ def test_an_mlp_gives_up_its_product_only_where_it_may(monkeypatch):
 
 def test_checkpointing_does_not_compute_the_product_again():
     plain = make("llama")
-    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    _checkpointing_names.enable(plain)
 
     def products(model):
         with Ops() as ops:

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import is_tensor_like
 
 from .autograd import is_plain_eager_call
+from .computed_rows import ignored_rows
 from .dtensor import is_dtensor
 from .mixed_tensors import MixedTensors
 from .types import CrossEntropyMetric, Reduction
@@ -484,7 +485,7 @@ def check_classes(op, name, classes, vocab, ignore_index=None):
         return
     bad = (classes < 0) | (classes >= vocab)
     if ignore_index is not None:
-        bad &= classes != ignore_index
+        bad &= ~ignored_rows(classes, ignore_index)
     if bad.any():
         position = tuple(bad.nonzero()[0].tolist())
         where = f"row {position[0]}" if len(position) == 1 else f"index {position}"

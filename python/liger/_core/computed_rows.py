@@ -17,6 +17,16 @@ def row_chunks(rows, step, first=None):
         begin, length = end, step
 
 
+def ignored_rows(target, ignore_index):
+    """Mask of the targets that are ``ignore_index``, compared in 64 bits as in all kernels.
+
+    torch compares in the dtype of the target, where a number beyond int32 is the value of another class.
+    """
+    if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
+        return torch.zeros_like(target, dtype=torch.bool)
+    return target == ignore_index
+
+
 class AllRows:
     """All rows are computed. ``any_ignored``: False if it is known that no row is ignored."""
 
@@ -41,7 +51,7 @@ class AllRows:
 
     def ignored(self, at):
         """(rows of the chunk,) mask of ignored rows; None: no row is ignored."""
-        return self._target[at] == self._ignore_index if self._any_ignored else None
+        return ignored_rows(self._target[at], self._ignore_index) if self._any_ignored else None
 
     def clear(self, gradient):
         """Writes zeros to the rows of a gradient that are not computed."""
@@ -90,7 +100,7 @@ def computed_rows(target, ignore_index, skip):
     computed. So the caller first launches and allocates what does not depend on the number.
     """
     if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        index = (target != ignore_index).nonzero().squeeze(1)
+        index = (~ignored_rows(target, ignore_index)).nonzero().squeeze(1)
         if index.numel() < target.shape[0]:
             return ValidRows(index)
         return AllRows(target, ignore_index, any_ignored=False)

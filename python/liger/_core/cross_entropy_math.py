@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import torch
 
+from .computed_rows import ignored_rows
 from .dtypes import accumulate_dtype
 from .op_arguments import options_among
 
 
 def check_targets(op, target, vocab, ignore_index):
     """Raises RuntimeError for the first target out of range. CPU tensors only: on a GPU it would synchronise."""
-    bad = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    bad = ~ignored_rows(target, ignore_index) & ((target < 0) | (target >= vocab))
     if bad.any():
         row = int(bad.nonzero()[0])
         raise RuntimeError(
@@ -160,7 +161,7 @@ class Targets(NamedTuple):
 
 
 def read_targets(target, vocab, ignore_index, class_weight, wide):
-    valid = target != ignore_index
+    valid = ~ignored_rows(target, ignore_index)
     has_class = valid & (target >= 0) & (target < vocab)
     index = torch.where(has_class, target, 0).long()
     weight = torch.where(has_class, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)

@@ -19,11 +19,12 @@ def run(name, dtype, tokens, as_json):
     """Prints the table of a model; returns the exit code."""
     try:
         _refuse_unknown(name)
-        from ..transformers._saved_bytes import saved_in_layers
+        from ..transformers._saved_bytes import saved_in_layers, uncounted_layers
 
         model = _model(name)
         with quiet_patching():
             rows = saved_in_layers(liger.patch(model), dtype)
+        others = uncounted_layers(model)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
             raise
@@ -34,18 +35,27 @@ def run(name, dtype, tokens, as_json):
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
     if as_json:
-        result = {"rows": [vars(row) for row in rows], "plain": plain, "recompute": recompute}
+        result = {
+            "rows": [vars(row) for row in rows],
+            "plain": plain,
+            "recompute": recompute,
+            "uncounted_layers": others,
+        }
         print(json.dumps(result, indent=2))
         return 0
     lines = [(row.part, row.tensor, f"{row.plain:,}", f"{row.recompute:,}") for row in rows]
-    lines.append(("all layers", "", f"{plain:,}", f"{recompute:,}"))
+    lines.append(("these layers" if others else "all layers", "", f"{plain:,}", f"{recompute:,}"))
     if tokens is not None:
         lines.append((f"{tokens:,} tokens", "", human_bytes(plain * tokens), human_bytes(recompute * tokens)))
     layers = model.config.get_text_config().num_hidden_layers
+    counted = f"{layers - others.total()} of {layers}" if others else layers
     print(
-        f"{model.config.model_type}, {layers} layers, {str(dtype).removeprefix('torch.')}: saved bytes per token\n"
+        f"{model.config.model_type}, {counted} layers, {str(dtype).removeprefix('torch.')}: saved bytes per token\n"
     )
     print(table(lines, header=("part", "tensors", "liger.patch", "recompute=True")))
+    if others:
+        names = ", ".join(f"{count} x {name}" for name, count in others.items())
+        print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
     return 0
 
 

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .._core.arguments import check_classes
 from .._core.autograd import at_positions, differentiable, differentiable_once
-from .._core.computed_rows import computed_rows
+from .._core.computed_rows import computed_rows, ignored_rows
 from .._core.cross_entropy_math import LogProbMetrics
 from .._core.cross_entropy_results import fake_gradients, fake_logprobs
 from .._core.dtypes import accumulate_dtype
@@ -184,7 +184,7 @@ def _forward(a):
             no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
             return found.logprobs, found.entropy, found.argmax, found.stats, *no_metrics, *kept
     head = options._replace(ignore_index=_IGNORED).head(weight, bias)
-    ignored = target == options.ignore_index
+    ignored = ignored_rows(target, options.ignore_index)
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
     # A target below the classes of a process must not look ignored.
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)

@@ -26,7 +26,6 @@ from .._core.arguments import (
     check_ignore_index,
     check_indices,
     check_layer,
-    check_like,
     check_shape,
     wrong_dtype,
     wrong_shape,
@@ -223,7 +222,6 @@ class DistillationLoss(nn.Module):
             check_floating(rows.op, "teacher_logits", teacher)
         else:
             check_layer(rows.op, _TEACHER, teacher, *heads[1:])
-            check_like(rows.op, _TEACHER.input, teacher, NAMES_OF_HEAD.input, input)
         if denominator is not None:
             divisor = as_scalar("denominator", denominator, rows)
         elif rows.target is None:
@@ -270,12 +268,12 @@ class _TwoHeadLoss(DistillationLoss):
         Args:
             input: (..., H) hidden states of the student, (B, L, H) or packed, (T, H); float16, bfloat16, float32 or
                 float64.
-            weight: (V, H), the dtype of input, as bias, teacher_input, teacher_weight and teacher_bias.
+            weight: (V, H), the dtype of input, as bias.
             target: (...), int64 or int32: the class that each hidden state predicts; None if ``weight_hard_loss`` is 0.
             bias: (V,) or None.
             mask: (...), 0 at tokens to ignore.
-            teacher_input: (..., Ht) hidden states of the teacher, of any hidden size.
-            teacher_weight: (V, Ht).
+            teacher_input: (..., Ht) hidden states of the teacher, of any hidden size and floating dtype.
+            teacher_weight: (V, Ht), the dtype of teacher_input, as teacher_bias.
             teacher_bias: (V,) or None.
             teacher_logits: (..., V) in any floating dtype, the logits of the teacher or its log-probabilities (for the
                 cosine the logits), instead of ``teacher_input`` and ``teacher_weight``.

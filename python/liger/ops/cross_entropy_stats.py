@@ -16,6 +16,7 @@ gradient of a loss of the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 import torch
 
 from .._core.autograd import differentiable, differentiable_once, forbid_autograd
+from .._core.computed_rows import ignored_rows
 from .._core.cross_entropy_math import check_row_values
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -70,7 +71,7 @@ def cross_entropy_stats_torch(
     ignored_stats[1] = 1.0
     if return_square_sum:
         ignored_stats[-1] = 1.0
-    return torch.where(target == ignore_index, ignored_stats, stats)
+    return torch.where(ignored_rows(target, ignore_index), ignored_stats, stats)
 
 
 def _write_gradient(
@@ -90,7 +91,7 @@ def _write_gradient(
     column, present = _columns(target, vocab_start, logits.shape[1])
     coef_target = torch.where(present, coef_target, 0.0).unsqueeze(1)
     reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)
-    ignored = (target == ignore_index).unsqueeze(1)
+    ignored = ignored_rows(target, ignore_index).unsqueeze(1)
     for block in row_blocks(logits):
         z = _capped(logits[block], softcap)
         grad, factor = z - reference[block], coef_exp[block].unsqueeze(1)

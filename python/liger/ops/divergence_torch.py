@@ -2,6 +2,7 @@
 
 import torch
 
+from .._core.computed_rows import ignored_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.row_blocks import row_blocks
 
@@ -85,7 +86,7 @@ def _row_losses(student, teacher, target, divergence, beta, temperature, log_pro
         if not log_probs:
             stats[4, block] = slopes.sum(-1)
     if target is not None:
-        ignored = target == ignore_index
+        ignored = ignored_rows(target, ignore_index)
         loss.masked_fill_(ignored, 0.0)
         stats.masked_fill_(ignored, 0.0)
     return loss, stats
@@ -118,14 +119,14 @@ def _write_gradient(
         if weight is not None:
             grad *= weight[block].unsqueeze(1) if weight.dim() else weight
         if target is not None:
-            grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
+            grad.masked_fill_(ignored_rows(target[block], ignore_index).unsqueeze(1), 0.0)
         out[block] = grad
 
 
 def target_columns(target, classes, ignore_index):
     """((N, 1) column of each row's target or 0, (N,) mask of rows with a target out of range that are not ignored)"""
     known = (target >= 0) & (target < classes)
-    unknown = ~known & (target != ignore_index)
+    unknown = ~known & ~ignored_rows(target, ignore_index)
     return torch.where(known, target, 0).long().unsqueeze(1), unknown
 
 
@@ -196,7 +197,7 @@ def entry_points(forward):
         hard = cross_entropy * (stats[1] - (chosen - stats[0]))
         if row_weight is not None:
             hard *= row_weight
-        return losses, hard.masked_fill_(target == ignore_index, 0.0)
+        return losses, hard.masked_fill_(ignored_rows(target, ignore_index), 0.0)
 
     return divergence_forward, divergence_forward_, divergence_ce_forward_
 

@@ -14,7 +14,6 @@ from .._core.arguments import (
     check_device,
     check_floating,
     check_layer,
-    check_like,
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
@@ -120,7 +119,7 @@ def _run(
     else:
         if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
-        check_like(op, teacher_name, teacher, "input", rows)
+        check_device(op, teacher_name, teacher, "input", rows)
         names = LayerNames(teacher_name, "teacher_weight", bias="teacher_bias")
         check_layer(op, names, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
@@ -226,11 +225,11 @@ def fused_linear_kl_div(
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
-        weight: (V, H), the dtype of input, like bias and the tensors of the teacher other than logits.
+        weight: (V, H), the dtype of input, like bias.
         target: (...), int64 or int32: only rows whose target is not ignore_index count; None: all rows.
         bias: (V,) or None.
-        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None: the hidden states and the
-            lm_head of the teacher.
+        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None, of one floating dtype: the
+            hidden states and the lm_head of the teacher. The GEMM runs in their dtype.
         teacher_logits: (..., V), any floating dtype: instead of these, its logits.
         reverse, token_weight, denominator, ignore_index, reduction, temperature: as in :func:`liger.kl_div`. With
             ``reduction="none"`` the backward computes the logits a second time.

@@ -8,7 +8,8 @@ the gradient is rounded to 16 bits once.
 
 import torch
 
-from .._core.computed_rows import row_chunks
+from .._core.arguments import check_like
+from .._core.computed_rows import ignored_rows, row_chunks
 from .._core.cross_entropy_math import check_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.environment import targets_checked
@@ -77,7 +78,8 @@ def _whole_tiles(rows):
 
 
 class _Logits:
-    """Computes the logits of student and teacher for one slice at a time, in one dtype.
+    """Computes the logits of student and teacher for one slice at a time, in one dtype. The two heads may have
+    different dtypes; each GEMM runs in its own.
 
     Attributes:
         wide: that dtype.
@@ -105,7 +107,10 @@ class _Logits:
         return flat.view(self.wide).view(rows, stride)[:, :classes]
 
     def _write(self, x, weight, bias, out):
-        (write_linear if self.width == 1 else write_wide_linear)(x, weight, bias, out)
+        wide = accumulate_dtype(x.dtype)
+        if wide != out.dtype:  # float64 beside another dtype
+            return out.copy_(self._write(x, weight, bias, torch.empty_like(out, dtype=wide)))
+        (write_linear if x.dtype == wide else write_wide_linear)(x, weight, bias, out)
         return out
 
     def student(self, x, memory):
@@ -137,7 +142,7 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
     if soft and teacher_indices is not None:
         bad = ((teacher_indices < 0) | (teacher_indices >= vocab)) & (teacher > -torch.inf)
         if target is not None:
-            bad &= (target != ignore_index).unsqueeze(1)
+            bad &= (~ignored_rows(target, ignore_index)).unsqueeze(1)
         if bad.any():
             row, k = bad.nonzero()[0].tolist()
             raise RuntimeError(
@@ -146,13 +151,26 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
             )
 
 
+def _check_teacher_dtype(input, teacher, teacher_weight, teacher_bias):
+    """The tensors of the teacher for a check that expects the dtype of input of all of them: the head of a teacher has
+    a dtype of its own. Raises RuntimeError if its tensors differ in dtype or device."""
+    tensors = teacher, teacher_weight, teacher_bias
+    if teacher_weight is None or teacher.dtype == input.dtype or not teacher.is_floating_point():
+        return tensors
+    for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
+        if tensor is not None:
+            check_like("fused_linear_divergence", name, tensor, "teacher", teacher)
+    return tuple(None if t is None else t.new_empty((), dtype=input.dtype).expand(t.shape) for t in tensors)
+
+
 @by_name(torch.ops.liger.fused_linear_divergence_forward.default)
 def fused_linear_divergence_forward_kernel(a):
     input, weight, bias, teacher, target = a.input, a.weight, a.bias, a.teacher, a.target
     teacher_indices, row_weight, terms = a.teacher_indices, a.row_weight, Terms.of_op(a)
+    checked = _check_teacher_dtype(input, teacher, a.teacher_weight, a.teacher_bias)
     torch.ops.liger.check_fused_linear_divergence(
-        input, weight, teacher, a.teacher_weight, teacher_indices, target, bias, a.teacher_bias, row_weight,
-        a.divergence, a.beta, a.temperature, a.soft, a.hard, a.accum_dtype, a.memory_budget,
+        input, weight, checked[0], checked[1], teacher_indices, target, bias, checked[2], row_weight, a.divergence,
+        a.beta, a.temperature, a.soft, a.hard, a.accum_dtype, a.memory_budget,
     )  # fmt: skip
     rows, vocab, wide = input.shape[0], weight.shape[0], accumulate_dtype(input.dtype)
     soft, hard, ignore_index = terms.soft, terms.hard, terms.ignore_index

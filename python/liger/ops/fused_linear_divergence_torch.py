@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.computed_rows import ignored_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.op_arguments import options_among
 from .._core.row_blocks import row_blocks
@@ -72,7 +73,7 @@ class Targets(NamedTuple):
             # Zeros with ignore_index -1: all rows are valid.
             target, ignore_index = input.new_zeros(input.shape[0], dtype=torch.int64), -1
         unknown = None if classes is None else target_columns(target, classes, ignore_index)[1]
-        return cls(target, target == ignore_index, unknown, ignore_index)
+        return cls(target, ignored_rows(target, ignore_index), unknown, ignore_index)
 
     def at(self, rows):
         unknown = None if self.unknown is None else self.unknown[rows]

@@ -17,7 +17,7 @@ from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import changing_hook, gradient_hook, recipe_of
 from ._deferred_logits import DeferredLogits
 from ._low_rank import low_rank_ce
-from ._reuse import can_share, lookup, lookup_adding_gradient
+from ._reuse import can_share, lookup, lookup_adding_gradient, weight_of_head
 from ._sharded_head import FROM_LOGITS, as_output, own_copy, whole_hidden, why_from_logits
 
 logger = logging.getLogger("liger.transformers")
@@ -47,7 +47,7 @@ class LossCall:
     def __init__(self, owner, heads, labels, keywords, recipe):
         self.owner, self.heads, self.labels, self.keywords = owner, heads, labels, keywords
         self.recipe, self.loss, self.logits = recipe, None, None
-        # (a tied weight, the output of the embedding's autograd node that replaces it)
+        # (a tied weight, the output of the embedding's autograd node that gets its gradient)
         self.shared = (None, None)
         # The mesh of the DTensor in which a sharded head returned copies of the loss.
         self.mesh = None
@@ -69,8 +69,8 @@ class LossCall:
         # What is traced gets two gradients, which the compiler adds.
         if self.shared[0] is not None or not tied or is_traced(embedding.weight):
             return None
-        rows, weight = lookup(embedding, ids)
-        self.shared = embedding.weight, weight
+        rows, stand_in = lookup(embedding, ids)
+        self.shared = embedding.weight, stand_in
         return rows
 
     def check_embedding(self):
@@ -154,7 +154,7 @@ class LossCall:
 
     def _compute(self, hidden, weight, bias, low_rank):
         if self.shared[0] is weight:
-            weight = self.shared[1]
+            weight = weight_of_head(self.shared[1], weight)
         recipe = self.recipe
         target, options = target_and_options(hidden, self.labels, recipe.shift, **self.keywords)
         options["softcap"] = recipe.softcap

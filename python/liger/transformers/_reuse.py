@@ -21,7 +21,7 @@ _PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
 
 
 class _SharedLookup(torch.autograd.Function):
-    """Returns (rows of the weight, the weight for the head); its backward gets the gradients of both.
+    """Returns (rows of the weight, a stand-in for the weight of the head); its backward gets the gradients of both.
 
     Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This node adds the
     gradient of the lookup to that of the head in place, in the rows that the lookup has read.
@@ -32,7 +32,7 @@ class _SharedLookup(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.weight_rows, ctx.padding_idx = len(weight), -1 if padding_idx is None else padding_idx
         ctx.set_materialize_grads(False)
-        return nn.functional.embedding(ids, weight, padding_idx), weight.view_as(weight)
+        return nn.functional.embedding(ids, weight, padding_idx), weight.new_empty(()).expand(weight.shape)
 
     @staticmethod
     def backward(ctx, grad_rows, grad_weight):
@@ -50,6 +50,21 @@ class _SharedLookup(torch.autograd.Function):
         if grad_weight is not None:
             grad = grad_weight.add_(grad) if owned else grad_weight + grad
         return None, grad, None
+
+
+class _WeightOfHead(torch.autograd.Function):
+    """Returns the weight, whose gradient becomes that of the stand-in.
+
+    ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view of the first would keep it.
+    """
+
+    @staticmethod
+    def forward(ctx, stand_in, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 # Peak memory of _add_to_rows per token, in rows of the hidden size.
@@ -82,7 +97,7 @@ def _add_to_rows(total, grads, ids, padding_idx):
 
 
 def can_share(embedding, head):
-    """Whether embedding and head share a plain weight, which no hook gathers or replaces in between.
+    """Whether embedding and head share a plain weight, which no hook gathers or replaces in between, or ZeRO-3 does.
 
     Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
@@ -94,14 +109,22 @@ def can_share(embedding, head):
         and torch.is_grad_enabled()
         and embedding.max_norm is None
         and not (embedding.sparse or embedding.scale_grad_by_freq)
-        and not (embedding._forward_pre_hooks or head._forward_pre_hooks or head._forward_hooks)
+        and (
+            hasattr(weight, "ds_id")
+            or not (embedding._forward_pre_hooks or head._forward_pre_hooks or head._forward_hooks)
+        )
         and not any(map(overrides_forward, (embedding, head)))
     )
 
 
 def lookup(embedding, ids):
-    """(output of the embedding, its weight for the head); both share one autograd node."""
+    """(output of the embedding, the stand-in for :func:`weight_of_head`); both share one autograd node."""
     return _SharedLookup.apply(ids, embedding.weight, embedding.padding_idx)
+
+
+def weight_of_head(stand_in, weight):
+    """The weight for the head of a :func:`lookup`."""
+    return _WeightOfHead.apply(stand_in, weight.detach())
 
 
 def lookup_adding_gradient(embedding, ids):

@@ -7,6 +7,7 @@ and values (``use_cache=False``), and an attention kernel that saves q, k, v, it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import _checkpoint_layers, _trials
 from ._classes import recipe_of
 from ._experts import ExpertsRecipe
 from ._modules import MLPRecipe
@@ -46,10 +48,7 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
         ValueError: a decoder layer of a form that is not known, or no decoder layer.
     """
     totals: dict[tuple[str, str], list[int]] = {}
-    # Layers of a vision tower may have the same form, but other tokens and another configuration. transformers 4.57 has
-    # no decoder for models of text alone.
-    decoder = model.get_decoder()
-    for module in (model if decoder is None else decoder).modules():
+    for module in _decoder(model).modules():
         if isinstance(recipe_of(module), AddNormRecipe):
             for row in _layer(module, model.config.get_text_config(), dtype.itemsize):
                 total = totals.setdefault((row.part, row.tensor), [0, 0])
@@ -61,6 +60,23 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
             "an MLP"
         )
     return [Saved(part, tensor, *total) for (part, tensor), total in totals.items()]
+
+
+def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
+    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another form."""
+    layers = _checkpoint_layers.find(_decoder(model))
+    return Counter(
+        _trials.original(layer).__name__
+        for layer in layers
+        if not any(isinstance(recipe_of(module), AddNormRecipe) for module in layer.modules())
+    )
+
+
+def _decoder(model):
+    # Layers of a vision tower may have the same form, but other tokens and another configuration. transformers 4.57 has
+    # no decoder for models of text alone.
+    decoder = model.get_decoder()
+    return model if decoder is None else decoder
 
 
 def _layer(layer, config, size) -> Iterator[Saved]:

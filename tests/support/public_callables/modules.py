@@ -1,12 +1,13 @@
 """Modules of liger.nn."""
 
+import inspect
 import threading
 
 import torch
 
 from liger import nn
 
-from .case import HIDDEN, IGNORED, VOCAB, X, add, normal, random_target, tensors
+from .case import CASES, HIDDEN, IGNORED, VOCAB, X, add, normal, random_target, tensors
 from .ops import experts, rotary
 from .rows import biased_head, ignored_rows, logits_inputs
 
@@ -44,16 +45,29 @@ def _nn(name, build, inputs, parameters, differentiable, **more):
     add(f"nn.{name}", call, make, names, **more)
 
 
+# Arguments of constructors, of the modules whose forward takes tensors of the shape of x alone.
+_SIZES = {"normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": 24}
+
+
+def _of_rows(name):
+    """The case of a module that has no other: its sizes are those of ``_SIZES``, all its inputs have one shape."""
+    cls = getattr(nn, name)
+    taken = inspect.signature(cls).parameters
+    sizes = {size: value for size, value in _SIZES.items() if size in taken}
+    inputs = list(inspect.signature(cls.forward).parameters)[1:]
+    # A module without parameters has neither.
+    kinds = {"device", "dtype"} & taken.keys()
+
+    def build(**kinds_given):
+        return cls(**sizes, **{kind: kinds_given[kind] for kind in kinds & kinds_given.keys()})
+
+    parameters = " ".join(name for name, _ in build(device="meta").named_parameters())
+    _nn(name, build, tensors(**dict.fromkeys(inputs, X)), parameters, " ".join(inputs))
+
+
 _x = tensors(x=X)
 _PROJECTIONS = "gate_proj.weight up_proj.weight down_proj.weight"
-_nn("RMSNorm", lambda **kw: nn.RMSNorm(HIDDEN, **kw), _x, "weight", "x")
-_nn("RMSNormGated", lambda **kw: nn.RMSNormGated(HIDDEN, **kw), tensors(x=X, gate=X), "weight", "x gate")
-_nn("LayerNorm", lambda **kw: nn.LayerNorm(HIDDEN, **kw), _x, "weight bias", "x")
 _nn("GroupNorm", lambda **kw: nn.GroupNorm(4, HIDDEN, **kw), tensors(x=(3, HIDDEN, 5)), "weight bias", "x")
-add("nn.Softmax", lambda x: nn.Softmax()(x), _x, "x")
-add("nn.ReLUSquared", lambda x: nn.ReLUSquared()(x), _x, "x")
-_nn("SwiGLUMLP", lambda **kw: nn.SwiGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
-_nn("GEGLUMLP", lambda **kw: nn.GEGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
 _nn("TiledSwiGLUMLP", lambda **kw: nn.TiledSwiGLUMLP(HIDDEN, 24, num_shards=2, **kw), _x, _PROJECTIONS, "x")
 _nn(
     "TiledGEGLUMLP",
@@ -89,3 +103,7 @@ add(
     "nn.FusedLinearCrossEntropyLoss", lambda **given: nn.FusedLinearCrossEntropyLoss()(**given), biased_head,
     "input weight bias", ignored=ignored_rows("input"), loss=True,
 )  # fmt: skip
+
+for _name in nn.__all__:
+    if f"nn.{_name}" not in CASES:
+        _of_rows(_name)
