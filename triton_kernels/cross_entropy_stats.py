@@ -45,7 +45,7 @@ def stats_kernel(
         z_target = tl.where(in_range, z, 0.0)
         z_max, e_sum, class_sum = partial_statistics(
             row_ptr, ce_weight_ptr, n_cols, softcap, CLASS_SUM, LANES, REPEATS, VECTOR
-        )  # fmt: skip
+        )
         if SQUARE_SUM:
             sum_of_squares = square_sum(row_ptr, z_max, n_cols, softcap, LANES, REPEATS, VECTOR)
     count = tl.cast(n_rows, tl.int64)

@@ -242,9 +242,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy, bool return_argmax,
     bool return_logprobs, bool return_entropy, bool need_grad) {
-  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
-                                        denominator,      ignore_index, label_smoothing,
-                                        lse_square_scale, softcap,      reduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = token_weight,
+                                        .denominator = denominator,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = label_smoothing,
+                                        .lse_square_scale = lse_square_scale,
+                                        .softcap = softcap,
+                                        .reduction = reduction};
   arguments.check(kOp, logits);
   Forward call("cross_entropy_forward", logits, arguments,
                {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
@@ -274,9 +280,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy, bool return_argmax,
     bool return_logprobs, bool return_entropy) {
-  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
-                                        denominator,      ignore_index, label_smoothing,
-                                        lse_square_scale, softcap,      reduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = token_weight,
+                                        .denominator = denominator,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = label_smoothing,
+                                        .lse_square_scale = lse_square_scale,
+                                        .softcap = softcap,
+                                        .reduction = reduction};
   arguments.check(kOp, logits);
   check_written(kOp, {{"logits", logits}},
                 {{"target", target},
@@ -342,9 +354,15 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
                               double label_smoothing, double lse_square_scale,
                               std::optional<double> softcap) {
   constexpr const char* op = "cross_entropy_backward";
-  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
-                                        kNoDenominator,   ignore_index, label_smoothing,
-                                        lse_square_scale, softcap,      kNoReduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = token_weight,
+                                        .denominator = kNoDenominator,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = label_smoothing,
+                                        .lse_square_scale = lse_square_scale,
+                                        .softcap = softcap,
+                                        .reduction = kNoReduction};
   arguments.check(op, logits);
   const OpGuard guard(op, logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
@@ -360,9 +378,15 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                              const std::optional<Tensor>& token_weight, int64_t ignore_index,
                              double label_smoothing, double lse_square_scale, std::optional<double> softcap) {
   constexpr const char* op = "cross_entropy_backward_";
-  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
-                                        kNoDenominator,   ignore_index, label_smoothing,
-                                        lse_square_scale, softcap,      kNoReduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = token_weight,
+                                        .denominator = kNoDenominator,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = label_smoothing,
+                                        .lse_square_scale = lse_square_scale,
+                                        .softcap = softcap,
+                                        .reduction = kNoReduction};
   arguments.check(op, logits);
   const OpGuard guard(op, logits.get_device_index());
   check_written(op, {{"logits", logits}},

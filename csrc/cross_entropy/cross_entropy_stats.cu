@@ -17,11 +17,25 @@ CrossEntropyOptions stats_options(const char* op, const Tensor& logits, const Te
                                   std::optional<double> softcap, bool per_class) {
   const std::optional<Tensor> none;
   const std::string reduction = "sum";
-  const CrossEntropyArguments arguments{target, ce_weight, none,    none,     ignore_index,
-                                        0.0,    0.0,       softcap, reduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = none,
+                                        .denominator = none,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = 0.0,
+                                        .lse_square_scale = 0.0,
+                                        .softcap = softcap,
+                                        .reduction = reduction};
   arguments.check(op, logits);
-  const CrossEntropyArguments used{
-      target, per_class ? ce_weight : none, none, none, ignore_index, 0.0, 0.0, softcap, reduction};
+  const CrossEntropyArguments used{.target = target,
+                                   .ce_weight = per_class ? ce_weight : none,
+                                   .token_weight = none,
+                                   .denominator = none,
+                                   .ignore_index = ignore_index,
+                                   .label_smoothing = 0.0,
+                                   .lse_square_scale = 0.0,
+                                   .softcap = softcap,
+                                   .reduction = reduction};
   CrossEntropyOptions options(used, logits.size(1));
   options.problem.rows = logits.size(0);
   if (per_class) options.problem.extras |= ce::kSmoothing;

@@ -26,28 +26,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const int device = input.get_device_index();
   const OpGuard guard("fused_linear_ce_forward", device);
 
-  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
-                                        denominator,      ignore_index, label_smoothing,
-                                        lse_square_scale, softcap,      reduction};
+  const CrossEntropyArguments arguments{.target = target,
+                                        .ce_weight = ce_weight,
+                                        .token_weight = token_weight,
+                                        .denominator = denominator,
+                                        .ignore_index = ignore_index,
+                                        .label_smoothing = label_smoothing,
+                                        .lse_square_scale = lse_square_scale,
+                                        .softcap = softcap,
+                                        .reduction = reduction};
   CrossEntropyOptions options(arguments, weight.size(0));
   const Tensor used_denominator = empty({}, ScalarType::Float, input);
   prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
   const CrossEntropyResults results(
       input, input.size(0), reduction == "none",
       {return_z_loss, return_token_accuracy, return_argmax, return_logprobs, return_entropy});
-  const FusedLinearCe call{input,
-                           weight,
-                           bias,
-                           options,
-                           results,
-                           used_denominator,
-                           need_grad_input,
-                           need_grad_weight,
-                           need_grad_bias && bias.has_value(),
-                           !accum_dtype || *accum_dtype == ScalarType::Float,
-                           memory_budget ? *memory_budget : default_memory_budget(),
-                           device,
-                           current_stream(input)};
+  const FusedLinearCe call{.input = input,
+                           .weight = weight,
+                           .bias = bias,
+                           .options = options,
+                           .results = results,
+                           .used_denominator = used_denominator,
+                           .need_grad_input = need_grad_input,
+                           .need_grad_weight = need_grad_weight,
+                           .need_grad_bias = need_grad_bias && bias.has_value(),
+                           .exact_accumulation = !accum_dtype || *accum_dtype == ScalarType::Float,
+                           .memory_budget = memory_budget ? *memory_budget : default_memory_budget(),
+                           .device = device,
+                           .stream = current_stream(input)};
   const std::optional<LinearCePlan> plan = plan_sm90(call);
   const FusedLinearCeGradients gradients =
       plan ? fused_linear_ce_sm90(call, *plan) : fused_linear_ce_generic(call);

@@ -109,16 +109,16 @@ std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const LinearCePlan& plan) {
   const Tensor input = linear_ce::dense(call.input);
   const ce::Problem problem = problem_of(call);
-  linear_ce::Batch batch{input,
-                         linear_ce::dense(call.weight),
-                         call.need_grad_input,
-                         call.need_grad_weight,
-                         (problem.extras & (ce::kArgmax | ce::kEntropy)) != 0,
-                         1.0f,
-                         problem,
-                         {},
-                         call.device,
-                         call.stream};
+  linear_ce::Batch batch{.input = input,
+                         .weight = linear_ce::dense(call.weight),
+                         .need_grad_input = call.need_grad_input,
+                         .need_grad_weight = call.need_grad_weight,
+                         .with_metrics = (problem.extras & (ce::kArgmax | ce::kEntropy)) != 0,
+                         .inverse_temperature = 1.0f,
+                         .problem = problem,
+                         .row_index = {},
+                         .device = call.device,
+                         .stream = call.stream};
   const int64_t rows = batch.rows(), hidden = batch.hidden(), vocab = batch.vocab();
   batch.problem.rows = rows;
   batch.problem.denominator = static_cast<const float*>(call.used_denominator.const_data_ptr());

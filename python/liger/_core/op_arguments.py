@@ -40,10 +40,11 @@ class _ByName:
 
 @functools.lru_cache(None)
 def _reader(kind, arguments, prefix):
-    names = [name for name in kind._fields if prefix + name in arguments._fields]
+    names = tuple(name for name in kind._fields if prefix + name in arguments._fields)
     read = operator.attrgetter(*(prefix + name for name in names))
-    if len(names) == len(kind._fields):
-        return lambda found: kind._make(read(found))
+    if names == kind._fields[: len(names)]:
+        # Faster than by name.
+        return lambda found: kind(*read(found))
     return lambda found: kind(**dict(zip(names, read(found), strict=True)))
 
 

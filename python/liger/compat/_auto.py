@@ -25,7 +25,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         options = _take_options(kwargs)
         model = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         _apply_liger_kernel_to_instance(model, **options)

@@ -407,7 +407,7 @@ class LigerVocabParallelCrossEntropy(nn.Module):
 
     def forward(
         self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return _apply_vocab_parallel(
             vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
             self.label_smoothing_formula, self.label_smoothing_mode, self.reduction,

@@ -19,9 +19,7 @@ def _valid_rows(labels, ignore_index):
 # --- JSD ----------------------------------------------------------------------------------------------------------
 
 
-def _apply_jsd(
-    _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None
-):  # fmt: skip
+def _apply_jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
     """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows whose label is not ignored."""
     return jsd(
         _input, target.detach(), shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index,
@@ -45,7 +43,7 @@ class LigerJSD(nn.Module):
 
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return _apply_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
 
@@ -125,7 +123,7 @@ LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", _apply_kl_div)
 
 def liger_kl_div(
     input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10
-):  # fmt: skip
+):
     return _apply_kl_div(input, target, reduction, log_target, eps)
 
 
@@ -240,7 +238,7 @@ class LigerTVDLoss(nn.Module):
 
     def forward(
         self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return _apply_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
@@ -264,5 +262,5 @@ class LigerFusedCETVDLoss(nn.Module):
 
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _apply_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)

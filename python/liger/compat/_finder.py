@@ -51,7 +51,7 @@ class _Metadata(importlib.metadata.Distribution):
 class _Finder(importlib.metadata.DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:  # fmt: skip
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in MODULES:
             module, _, name = fullname.rpartition(".")
             if module in MODULES:

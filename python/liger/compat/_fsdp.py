@@ -13,7 +13,7 @@ class _FSDPForwardRedirection:
 
     def __call__(
         self, wrapper_module: FullyShardedDataParallel, method: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Calls the wrapper with the arguments of ``method``; for this call its module's forward is ``method``.
 
         Raises:

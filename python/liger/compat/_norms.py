@@ -116,7 +116,7 @@ class LigerFusedAddRMSNorm(nn.Module):
 
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _apply_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
@@ -146,7 +146,7 @@ class LigerGroupNorm(GroupNorm):
 
     def __init__(
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(num_groups, num_channels, eps)
         self.variance_epsilon = eps
         self.weight = _initial(self, init_fn, num_channels)

@@ -90,7 +90,7 @@ def liger_fused_linear_orpo(
     the sigmoid of the log odds, and of the log odds."""
     loss_of = _cached(
         FusedLinearORPOLoss, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss
-    )  # fmt: skip
+    )
     loss, metrics = loss_of(_input, weight, target, bias, nll_target=nll_target)
     chosen, rejected = (logps - _log1mexp(logps) for logps in (metrics.chosen_logps, metrics.rejected_logps))
     odds = chosen - rejected

@@ -36,9 +36,7 @@ class Rows:
     """The row rule of a call and its results, on the process with the classes from ``vocab_start`` on, ``classes`` in
     number."""
 
-    def __init__(
-        self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics
-    ):  # fmt: skip
+    def __init__(self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics):
         ce_weight, self.classes = options.ce_weight, classes
         check_class_weights(op, ce_weight, target, vocab_size)
         self.rule = make_rule(op, dtype, vocab_size, target, options)

@@ -272,7 +272,7 @@ class FusedLinearLoss(nn.Module):
     @torch.no_grad()
     def scored(
         self, batch: Batch, names: LayerNames, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three tensors."""
         logprobs, *_ = logprobs_of_layer(
             batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()

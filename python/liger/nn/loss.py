@@ -300,9 +300,7 @@ class LMHeadLoss(nn.Linear):
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """
 
-    @arguments(
-        hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
-    )  # fmt: skip
+    @arguments(hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE)
     def __init__(
         self,
         hidden_size: int,

@@ -423,4 +423,4 @@ def tvd(
     denominator = denominator_tensor(denominator, student)
     return _tvd_op(
         student, teacher, target, token_weight, denominator, temperature, log_probs, ignore_index, reduction
-    )  # fmt: skip
+    )

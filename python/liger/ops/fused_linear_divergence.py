@@ -18,6 +18,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
+from .._core.cross_entropy_results import fake_gradients
 from .._core.dtensor import is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -25,6 +26,7 @@ from .._core.float16_factor import float16_factor
 from .._core.forward_gradients import gradients_in_forward
 from .._core.loss_rows import denominator_tensor, refuse_gradients
 from .._core.memory_budget import check_budget_variable
+from .._core.op_arguments import by_name
 from .._core.types import DivergenceReduction, Scalar
 from . import fused_linear_divergence_kernel as _kernel  # noqa: F401  (registers the kernel)
 from .divergence import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
@@ -33,19 +35,14 @@ from .divergence import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if
 
 
 @register_fake("liger::fused_linear_divergence_forward")
-def _(
-    input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
-    temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
-    need_grad_bias,
-):  # fmt: skip
-    rows, wide = input.shape[:1], accumulate_dtype(input.dtype)
+@by_name(torch.ops.liger.fused_linear_divergence_forward.default)
+def _(a):
+    rows, wide = a.input.shape[:1], accumulate_dtype(a.input.dtype)
     return (
-        input.new_empty(rows if per_row else (), dtype=wide),
-        input.new_empty(rows if soft else (0,), dtype=wide),
-        input.new_empty(rows if hard else (0,), dtype=wide),
-        input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
+        a.input.new_empty(rows if a.per_row else (), dtype=wide),
+        a.input.new_empty(rows if a.soft else (0,), dtype=wide),
+        a.input.new_empty(rows if a.hard else (0,), dtype=wide),
+        *fake_gradients(a),
     )
 
 

@@ -16,6 +16,7 @@ from .._core.environment import targets_checked
 from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients
 from .._core.lm_head_fp16 import ScaledLMHeadGradients, scale_of
 from .._core.matmul import write_linear, write_wide_linear
+from .._core.op_arguments import by_name
 from ..backend import register_portable
 from .fused_linear_divergence_torch import Rows, RowWeights, Targets, Terms, distil_rows
 
@@ -162,36 +163,31 @@ def _check_teacher_dtype(input, teacher, teacher_weight, teacher_bias):
     return tuple(None if t is None else t.new_empty((), dtype=input.dtype).expand(t.shape) for t in tensors)
 
 
-def fused_linear_divergence_forward_kernel(
-    input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
-    temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
-    need_grad_bias,
-):  # fmt: skip
-    checked = _check_teacher_dtype(input, teacher, teacher_weight, teacher_bias)
+@by_name(torch.ops.liger.fused_linear_divergence_forward.default)
+def fused_linear_divergence_forward_kernel(a):
+    input, weight, bias, teacher, target = a.input, a.weight, a.bias, a.teacher, a.target
+    teacher_indices, row_weight, terms = a.teacher_indices, a.row_weight, Terms.of_op(a)
+    checked = _check_teacher_dtype(input, teacher, a.teacher_weight, a.teacher_bias)
     torch.ops.liger.check_fused_linear_divergence(
-        input, weight, checked[0], checked[1], teacher_indices, target, bias, checked[2], row_weight, divergence, beta,
-        temperature, soft, hard, accum_dtype, memory_budget,
+        input, weight, checked[0], checked[1], teacher_indices, target, bias, checked[2], row_weight, a.divergence,
+        a.beta, a.temperature, a.soft, a.hard, a.accum_dtype, a.memory_budget,
     )  # fmt: skip
     rows, vocab, wide = input.shape[0], weight.shape[0], accumulate_dtype(input.dtype)
-    _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index)
-    terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
-    needs_grad, exact = (
-        (need_grad_input, need_grad_weight, need_grad_bias),
-        accum_dtype in (None, torch.float32),
-    )
+    soft, hard, ignore_index = terms.soft, terms.hard, terms.ignore_index
+    _check_classes(a.divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index)
+    needs_grad, exact = a.needs_grad, a.accum_dtype in (None, torch.float32)
     need_gradient = any(needs_grad)
     targets = Targets.of_rows(input, target, ignore_index, vocab if hard else None)
     row_weight = (input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)).expand(rows)
     scale = scale_of(row_weight) if need_gradient and input.dtype == torch.float16 else None
     weights = RowWeights.of(row_weight if scale is None else row_weight * scale, terms, targets)
 
-    logits = _Logits(
-        input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None
-    )
+    needs_teacher = bool(soft) and teacher_indices is None
+    logits = _Logits(input, weight, bias, teacher, a.teacher_weight, a.teacher_bias, needs_teacher)
+    aux_rows = logits.width * (logits.num_buffers + terms.extra_logits)
     gradients, first_rows, chunk_rows, slice_rows = _gradients(
-        input, weight, bias, needs_grad, exact, memory_budget, logits.width * (logits.num_buffers + terms.extra_logits),
-        aux_in_grad_weight=not terms.extra_logits, scale=scale,
-    )  # fmt: skip
+        input, weight, bias, needs_grad, exact, a.memory_budget, aux_rows, not terms.extra_logits, scale
+    )
     if need_gradient:
         # An even number of rows, so that the float32 rows after them are aligned.
         memory, aux_rows = gradients.new_logits_with_aux(
@@ -229,7 +225,7 @@ def fused_linear_divergence_forward_kernel(
 
     losses = [joined(factor, [r[i] for r in results]) for i, factor in enumerate((soft, hard))]
     total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
-    return total if per_row else total.sum(), *losses, *gradients.finish()
+    return total if a.per_row else total.sum(), *losses, *gradients.finish()
 
 
 register_portable({"fused_linear_divergence_forward": fused_linear_divergence_forward_kernel})

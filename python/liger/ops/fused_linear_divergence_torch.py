@@ -14,6 +14,7 @@ import torch
 
 from .._core.computed_rows import ignored_rows
 from .._core.dtypes import accumulate_dtype
+from .._core.op_arguments import options_among
 from .._core.row_blocks import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .divergence import divergence_ce_forward_, divergence_forward_
@@ -34,6 +35,10 @@ class Terms(NamedTuple):
     soft: float
     hard: float
     ignore_index: int
+
+    @classmethod
+    def of_op(cls, arguments):
+        return options_among(cls, arguments)
 
     @property
     def has_separate_ce(self):

@@ -83,9 +83,7 @@ def _merged(table, section, interleaved):
     return torch.cat(halves, -1)
 
 
-@arguments(
-    mrope_section=_SECTION, unsqueeze_dim=INTEGER, interleaved_sections=FLAG, inplace=FLAG
-)  # fmt: skip
+@arguments(mrope_section=_SECTION, unsqueeze_dim=INTEGER, interleaved_sections=FLAG, inplace=FLAG)
 def mrope(
     q: torch.Tensor,
     k: torch.Tensor,

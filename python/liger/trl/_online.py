@@ -13,7 +13,7 @@ def adapt_online_dpo(trainer):
 
     def forward(
         original, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None
-    ):  # fmt: skip
+    ):
         if prompt_ids.shape[1] == 0:
             # The first token of the answer has no position that predicts it.
             return original(model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
