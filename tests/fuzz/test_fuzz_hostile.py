@@ -95,7 +95,7 @@ def test_softmax(device, data):
     draw = data.draw
     numbers = Numbers(draw, device, one_of(draw, torch.float32, *DTYPES))
     x = hostile(draw, numbers, *front(draw), draw(sizes))
-    check(liger.softmax, lambda x: F.softmax(formulas.up(x), -1).to(x.dtype), {"x": x}, ["x"])
+    check(liger.softmax, lambda x: F.softmax(x, -1), {"x": x}, ["x"])
 
 
 @fuzz(5)
