@@ -25,7 +25,7 @@ from combinations import (
 )
 from tiny_models import assert_same_step
 
-from liger.transformers import _reuse
+from liger.transformers import _checkpointing_names, _reuse
 
 TEXTS = types("qwen3", "gemma3_text", "mixtral")
 
@@ -35,7 +35,7 @@ def pair(model_type, use_reentrant, device="cpu", options=(), **settings):
     models = tiny(model_type, device, **settings), tiny(model_type, device, **settings)
     liger.patch(models[0], **dict(options))
     for model in models:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
     return models
 
 
@@ -93,9 +93,7 @@ def test_selective_checkpointing(model_type, saved, monkeypatch):
     models = liger.patch(tiny(model_type)), tiny(model_type)
     for model in models:
         context = functools.partial(create_selective_checkpoint_contexts, policy)
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": context}
-        )
+        _checkpointing_names.enable(model, context_fn=context)
     assert_same_step(*(seeded_step(model, inputs_of(model_type)) for model in models))
 
 

@@ -9,6 +9,8 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from liger.transformers import _checkpointing_names
+
 
 def layers_of(model):
     return [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "EncoderLayer"))]
@@ -50,7 +52,7 @@ def checkpoint(model, kind):
         kinds = tuple({type(layer) for layer in layers_of(model)})
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, kinds))
     elif kind != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+        _checkpointing_names.enable(model, use_reentrant=kind == "reentrant")
 
 
 def train(model, steps):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from liger.transformers import patch_report
+from liger.transformers import _checkpointing_names, patch_report
 
 RANKS = 4
 DATA, TENSOR = 2, 2
@@ -117,7 +117,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     def change(model):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        _checkpointing_names.enable(model, use_reentrant=reentrant)
 
     compare("llama", lambda patched: on_mesh("llama", patched, change))
 

@@ -25,7 +25,7 @@ from liger._core.environment import triton_interpreted
 
 CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
 # The shares of all tests together.
-SHARES = 124
+SHARES = 140
 # Triton's interpreter takes a hundred times as long; on a GPU every test runs once per backend, and Triton compiles.
 DEFAULT_CASES = 100 if triton_interpreted() else 600 if torch.cuda.is_available() else 1500
 
@@ -119,8 +119,9 @@ class Numbers:
         """The same values at other places, or for "expanded" one row of them for all."""
         tensor = tensor.to(self.device)
         kind = one_of(
-            self.draw, "dense", "dense", "dense", "strided", "offset", "transposed", "wide", "expanded"
-        )
+            self.draw, "dense", "dense", "dense", "strided", "offset", "transposed", "wide", "expanded", "rows",
+            "channels last",
+        )  # fmt: skip
         if tensor.dim() == 0 or kind == "dense":
             return tensor
         if kind == "strided":
@@ -129,6 +130,14 @@ class Numbers:
             return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
         if kind == "transposed":
             return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        if kind == "rows":
+            return tensor.new_zeros(2 * tensor.shape[0], *tensor.shape[1:])[1::2].copy_(tensor)
+        if kind == "channels last":
+            return (
+                tensor.movedim(min(1, tensor.dim() - 1), -1)
+                .contiguous()
+                .movedim(-1, min(1, tensor.dim() - 1))
+            )
         if kind == "wide":
             return tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)[..., : tensor.shape[-1]].copy_(
                 tensor

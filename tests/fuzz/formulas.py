@@ -206,9 +206,10 @@ def jsd(log_p, log_q, beta):
     """
     ratio = torch.where((log_p == -torch.inf) & (log_q == -torch.inf), 0.0, log_p - log_q)
     larger = ratio > 0
+    # Not by abs(), whose gradient is 0 where p = q; the gradient of the sum is not.
     # Not by where() of two numbers, which are rounded to the default dtype.
     share = torch.full_like(ratio, beta).masked_fill(larger, 1 - beta)
-    log_m_over_larger = torch.log1p(share * torch.expm1(-ratio.abs()))
+    log_m_over_larger = torch.log1p(share * torch.expm1(torch.where(larger, -ratio, ratio)))
     log_p_over_m = torch.where(larger, 0.0, ratio) - log_m_over_larger
     log_q_over_m = torch.where(larger, -ratio, 0.0) - log_m_over_larger
     return beta * expectation(log_p, log_p_over_m) + (1 - beta) * expectation(log_q, log_q_over_m)

@@ -236,7 +236,7 @@ def _frameworks(rank, world):
         with pytest.raises(error or error_about(match), match=match):
             call(*arguments, **options)
 
-    refuses(r"target at row 0 is 11, expected 0 <= targets < 11", x, parts[0], torch.full_like(target, 11),
+    refuses(r"target at row 0 is 11, expected 0 <= target < 11", x, parts[0], torch.full_like(target, 11),
             vocab_size=11)  # fmt: skip
     refuses(r"weight has shape \(6,\)", x, parts[0][0], target)
     refuses(r"bias has shape \(11,\)", x, parts[0], target, bias, vocab_size=11)
@@ -302,7 +302,7 @@ def _ignored_rows_are_free(rank, world):
     alone = [leaves(x[kept])[0], part_of(weight, rank, world), part_of(bias, rank, world)]
     one = in_shards.fused_linear_logprobs(*alone[:2], target[kept], alone[2], **options)
     (one.logprobs.sum() + 0.5 * one.entropy.sum()).backward()
-    for ours, other in zip(found, one, strict=True):
+    for ours, other in zip(found[:3], one[:3], strict=True):
         torch.testing.assert_close(ours[kept], other)
     torch.testing.assert_close(mine[0].grad[kept], alone[0].grad)
     for ours, other in zip(mine[1:], alone[1:], strict=True):

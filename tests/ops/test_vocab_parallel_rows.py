@@ -180,7 +180,8 @@ def _policy(temperature, softcap, options, call, hidden, weight, target, bias, *
         hidden, weight, target, bias, temperature=temperature, softcap=softcap, metrics=("entropy", "argmax"),
         **options, **more,
     )  # fmt: skip
-    return found.logprobs.sum() - 0.3 * found.entropy.square().sum(), found._asdict()
+    results = {name: value for name, value in found._asdict().items() if value is not None}
+    return found.logprobs.sum() - 0.3 * found.entropy.square().sum(), results
 
 
 CE = liger.fused_linear_ce, in_shards.fused_linear_ce

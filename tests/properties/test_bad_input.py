@@ -13,55 +13,37 @@ import in_shards
 import pytest
 import torch
 from public_callables import CASES, arguments
+from public_options import (
+    COUNTS,
+    DIVISORS,
+    FIRST,
+    OPAQUE,
+    SIGNED,
+    SIZES,
+    constructor_but,
+    parameters_but,
+    public,
+)
 
 import liger
 from liger._core import environment
 
-# One case of each public callable.
-FIRST = {case.public: name for name, case in reversed(CASES.items())}
 PUBLIC = {public: name for public, name in FIRST.items() if not public.startswith("nn.")}
 LOSSES = [public for public in PUBLIC if public.startswith("losses.")]
 MODULES = [public for public in FIRST if public.startswith("nn.")]
 
-# Numbers that may be negative, or infinite.
-SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl", "lora_scale", "dim"}
-# Numbers that divide, which have no place for subnormal ones: their reciprocals overflow.
-DIVISORS = {
-    *("softcap", "temperature", "delta", "discopop_tau", "sapo_temperature_pos", "sapo_temperature_neg"),
-    *("limit", "denominator"),
-}
-COUNTS = {"memory_budget", "num_shards", "max_completion_length", "group_size"}
 # Tensors without a default that may be None.
 OPTIONAL = {"up_weight", "q_weight", "k_weight"}
 # Losses whose number of items may be 0.
 POLICIES = {"losses.FusedLinearGRPOLoss", "losses.FusedLinearPPOLoss"}
-# Of these any object may be right, and torch judges them.
-OPAQUE = {"device", "function", "arguments", "keywords", "parameters"}
-
-
-def public(name):
-    found = liger
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def parameters_of(function):
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("self", *OPAQUE)
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
+    return parameters_but(OPAQUE, function)
 
 
 def constructor_of(cls):
-    """The options of a class and of those that it hands the rest to."""
-    found = {}
-    for base in cls.__mro__:
-        if base.__module__.startswith("liger.") and "__init__" in vars(base):
-            found = parameters_of(base.__init__) | found
-    return found
+    return constructor_but(OPAQUE, cls)
 
 
 def shown(value):
@@ -84,7 +66,7 @@ def refused(call, op, argument, value):
         assert named, f"{argument}={shown(value)}: {type(error).__name__}: {message}"
         return
     negative = isinstance(value, (int, float)) and value < 0
-    hint = " (SIGNED in this file names the options that may be negative)" if negative else ""
+    hint = " (SIGNED in public_options.py names the options that may be negative)" if negative else ""
     raise AssertionError(f"{op} takes {argument}={shown(value)}{hint} and returns {result!r}")
 
 
@@ -248,17 +230,8 @@ def test_options(name):
 @pytest.mark.parametrize("name", [*LOSSES, *MODULES])
 def test_options_of_constructors(name):
     cls = public(name)
-    required = {
-        "normalized_shape": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_experts": 8,
-        "vocab_size": 8,
-        "num_groups": 8,
-        "num_channels": 8,
-    }
     options = constructor_of(cls)
-    needed = {n: v for n, v in required.items() if n in inspect.signature(cls).parameters}
+    needed = {n: v for n, v in SIZES.items() if n in inspect.signature(cls).parameters}
     for argument, parameter in options.items():
         default = needed.get(argument, 8) if parameter.default is parameter.empty else parameter.default
         if parameter.default is parameter.empty and argument not in needed:

@@ -18,10 +18,12 @@ from liger.losses import FusedLinearLoss
 
 # The first case of each public callable.
 FIRST = {case.public: name for name, case in reversed(CASES.items())}
-# Not options: what a callable computes, and where its parameters are.
-ARGUMENTS = {"device", "dtype", "dim", "function", "arguments", "keywords", "parameters"}
+# Of these any object may be right, and torch judges them.
+OPAQUE = {"device", "function", "arguments", "keywords", "parameters"}
 # Not options of one process: tests/ops/test_vocab_parallel.py.
 SHARDS = {"group", "vocab_start", "vocab_size"}
+# Not options: what a callable computes, and where its parameters are.
+ARGUMENTS = {*OPAQUE, *SHARDS, "dtype", "dim"}
 # Options with an effect beyond the results.
 EFFECTS = {"accumulate_grad_weight", "inplace"}
 # What constructors need, by the names of their arguments.
@@ -38,21 +40,30 @@ def public(name):
     return found
 
 
-def parameters_of(function):
+def parameters_but(left_out, function):
     return {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("self", *ARGUMENTS, *SHARDS)
+        if name not in ("self", *left_out)
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
 
 
-def constructor_of(cls):
+def parameters_of(function):
+    return parameters_but(ARGUMENTS, function)
+
+
+def constructor_but(left_out, cls):
     """The options of a class, and of those that it hands the rest to."""
     found = {}
     for base in cls.__mro__:
         if base.__module__.startswith("liger.") and "__init__" in vars(base):
-            found = parameters_of(base.__init__) | found
+            found = parameters_but(left_out, base.__init__) | found
+    return found
+
+
+def constructor_of(cls):
+    found = constructor_but(ARGUMENTS, cls)
     if cls is liger.nn.LMHeadLoss:
         found = constructor_of(liger.nn.FusedLinearCrossEntropyLoss) | found
         del found["weight"]  # ce_weight.
@@ -168,6 +179,14 @@ VALUES = {
     "ref_input": [_LISTED],
     "cu_seqlens": [_LISTED],
 }
+# Numbers that may be negative, or infinite.
+SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl", "lora_scale", "dim"}
+# Numbers that divide, which have no place for subnormal ones: their reciprocals overflow.
+DIVISORS = {
+    *("softcap", "temperature", "delta", "discopop_tau", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("limit", "denominator"),
+}
+COUNTS = {"memory_budget", "num_shards", "max_completion_length", "group_size"}
 # Arguments that an option takes along.
 WITH = {
     "ignore_index": _ignored_three,

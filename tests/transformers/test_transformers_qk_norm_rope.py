@@ -1,6 +1,7 @@
 """Norms of queries and keys and their rotation in one op: which attentions get it, and that nothing else changes."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -15,7 +16,7 @@ from combinations import inputs_of, lora, seeded_step, tiny  # noqa: E402
 from tiny_models import assert_same_step, batch, first_is_quick, make, step, twin  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention  # noqa: E402
 
-from liger.transformers import patch_report  # noqa: E402
+from liger.transformers import _checkpointing_names, patch_report  # noqa: E402
 
 KIND = "qk_norm_rope"
 TYPES = ["qwen3", "gemma3_text", "qwen3_moe"]
@@ -73,7 +74,7 @@ def test_bfloat16():
 def test_checkpointing(use_reentrant, recompute):
     ours, plain = pair("qwen3", recompute=recompute)
     for model in (ours, plain):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
     assert_same_step(*(seeded_step(model, inputs_of("qwen3")) for model in (ours, plain)))
 
 
@@ -99,6 +100,8 @@ def test_positions_after_a_cache():
     ids = inputs_of("qwen3")["input_ids"][:, :8]
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
+    # The name since transformers 5.24, and before.
+    cache = "cache" if "cache" in inspect.signature(type(plain).forward).parameters else "past_key_values"
     results = []
     for model in (ours.eval(), plain.eval()):
         with torch.no_grad():
@@ -107,7 +110,7 @@ def test_positions_after_a_cache():
             given = {
                 "attention_mask": mask,
                 "position_ids": positions,
-                "past_key_values": first.past_key_values,
+                cache: first[cache],
             }
             results.append(model(input_ids=ids[:, 5:], **given).logits)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

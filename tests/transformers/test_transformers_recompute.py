@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from called_ops import CalledOps  # noqa: E402
 from saved_bytes import assert_same_bits, build, forward, ids, saved_per_token, step, twins  # noqa: E402
 
-from liger.transformers import _recompute, patch_report  # noqa: E402
+from liger.transformers import _checkpointing_names, _recompute, patch_report  # noqa: E402
 from liger.transformers._saved_bytes import saved_in_layers  # noqa: E402
 
 PLAIN, RECOMPUTE = {}, {"recompute": True}
@@ -137,7 +137,7 @@ def test_adapters_save_less():
 def test_checkpointing(model_type, use_reentrant):
     ours, theirs = pair(model_type)
     for model in (ours, theirs):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
     assert_same_bits(step(ours, ids()), step(theirs, ids()))
 
 
@@ -145,7 +145,7 @@ def test_checkpointing_repeats_no_more_gemms():
     """The second forward stops at the last saved tensor, before the down projection of the MLP."""
     counts = []
     for model in pair("llama", layers=1):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _checkpointing_names.enable(model)
         loss = forward(model, ids())
         with CalledOps() as calls:
             loss.backward()
@@ -157,7 +157,7 @@ def test_checkpointing_repeats_no_more_gemms():
 
 def test_checkpointed_layers_save_their_input_only():
     def prepare(model):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _checkpointing_names.enable(model)
         return liger.patch(model, recompute=True)
 
     assert saved_per_token(prepare, "llama") == 2 * 64

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, make, step, twin
 
-from liger.transformers import _layers, _residual, patch_report
+from liger.transformers import _checkpointing_names, _layers, _residual, patch_report
 from liger.transformers._residual import AddNormRecipe
 
 KIND = "fused_add_rms_norm"
@@ -279,7 +279,7 @@ def test_checkpointing(name, reentrant):
     model = liger.patch(twin(plain))
     assert list(patch_report(model).replaced.values()).count(KIND) == 2
     expected = step(plain, **batch(), use_cache=False)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    _checkpointing_names.enable(model, use_reentrant=reentrant)
     assert_same_step(step(model, **batch(), use_cache=False), expected)
     assert patch_report(liger.patch(model)).replaced["model.layers.0"] == KIND
     assert_same_step(step(model, **batch(), use_cache=False), expected)

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from called_ops import CalledOps  # noqa: E402
 from tiny_models import FAMILIES, assert_same_step, batch, make, step, twin  # noqa: E402
 
-from liger.transformers import patch_report  # noqa: E402
+from liger.transformers import _checkpointing_names, patch_report  # noqa: E402
 from liger.transformers._modules import TiledMLPRecipe  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def test_gradient_checkpointing(device):
     plain = make("llama", device)
     patched = liger.patch(twin(plain), tiled_mlp=True, tiled_mlp_num_shards=3)
     for model in (plain, patched):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpointing_names.enable(model)
     assert_same_step(step(patched, **batch(device)), step(plain, **batch(device)))
 
 
