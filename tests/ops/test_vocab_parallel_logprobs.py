@@ -243,7 +243,7 @@ def _frameworks(rank, world):
     refuses("temperature is 0", x, parts[0], target, vocab_size=11, temperature=0.0)
     refuses("expected a tensor", None, parts[0], target, error=TypeError)
     refuses("vocab_start was given without vocab_size", x, parts[0], target, vocab_start=0)
-    refuses("with the hidden size of hidden, 5", x[:, :5], parts[0], target, vocab_size=11)
+    refuses("with the hidden size of input, 5", x[:, :5], parts[0], target, vocab_size=11)
 
 
 def test_dtensors_compile_and_bad_input(tmp_path):
