@@ -125,7 +125,7 @@ def record_steps(model, call, optimizer, batches, device):
         device: "cuda" or "cpu".
 
     Returns:
-        dict with "bytes" ({category: [bytes]}, up to 600 points, the peak among them), "phases" ([name, point])
+        dict with "bytes" ({category: [bytes]}, up to 600 points, the peak and the end among them), "phases" ([name, point])
         and "peak" (bytes of all categories at the peak).
     """
     history = _CudaHistory() if device == "cuda" else _CpuHistory()
@@ -198,10 +198,12 @@ def timeline(events, marks, gradients, held):
         # Releases of what was allocated before the first event: gradients of an earlier step, temporaries.
         rows.append(tuple(level.values()))
         totals.append(sum(rows[-1]))
-    width = -(-len(rows) // POINTS)
+    width = -(-len(rows) // (POINTS - 1))
     kept = [
         max(range(i, min(i + width, len(rows))), key=totals.__getitem__) for i in range(0, len(rows), width)
     ]
+    # The end, which is rarely the most of its last few events.
+    kept += [len(rows) - 1] * (kept[-1] != len(rows) - 1)
     return {
         "bytes": {name: [rows[i][column] for i in kept] for column, name in enumerate(CATEGORIES)},
         "phases": [[name, index // width] for name, index in marks],
