@@ -125,7 +125,7 @@ def record_steps(model, call, optimizer, batches, device):
         device: "cuda" or "cpu".
 
     Returns:
-        dict with "bytes" ({category: [bytes]}, up to 600 points, the peak and the end among them), "phases" ([name, point])
+        dict with "bytes" ({category: [bytes]}, up to 600 points, with the peak and the end), "phases" ([name, point])
         and "peak" (bytes of all categories at the peak).
     """
     history = _CudaHistory() if device == "cuda" else _CpuHistory()
