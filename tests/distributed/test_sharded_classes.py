@@ -144,8 +144,8 @@ def test_errors_have_the_name_of_the_function():
     given = distribute(x, R), distribute(weight, SHARDED), distribute(target, R)
     for wrong, name, words in itertools.chain(
         [(distribute(target, R)[:3], "fused_linear_ce", "target has shape (3,)")],
-        [(distribute(target, R)[:3], "fused_linear_logprobs", "targets has shape (3,)")],
-        [(target, "fused_linear_logprobs", "targets is a plain tensor")],
+        [(distribute(target, R)[:3], "fused_linear_logprobs", "target has shape (3,)")],
+        [(target, "fused_linear_logprobs", "target is a plain tensor")],
         [(distribute(target.float(), R), "fused_linear_ce", "target has dtype float32")],
     ):
         with pytest.raises(RuntimeError) as raised:
