@@ -89,11 +89,9 @@ def test_logprobs_of_sharded_tokens(dims):
 
     def run(x, w, b):
         given = distribute(target, part) if isinstance(x, DTensor) else target
-        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, metrics=("entropy",), **metrics)[
-            :2
-        ]
+        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, metrics=metrics)[:2]
 
-    metrics = {"metrics": ("log_sum_sq_probs", "mean_logits")} if dims == 3 else {}
+    metrics = ("entropy", "log_sum_sq_probs", "mean_logits") if dims == 3 else ("entropy",)
     tensors, placements = [random(*shape, H), random(V, H, seed=1), random(V, seed=2)], [part, R, R]
     _, grads = compare(run, tensors, placements)
     assert grads[0].placements == (part,)
