@@ -142,7 +142,10 @@ GROUP = Rule(
 
 def names_among(*known: str) -> Rule:
     """The rule of a list of names, each one of ``known``."""
-    return Rule(f"names among {', '.join(known)}", NAMES.has_type, set(known).issuperset)
+    # Not set.issuperset, which torch.compile of torch 2.10 does not trace.
+    return Rule(
+        f"names among {', '.join(known)}", NAMES.has_type, lambda names: all(name in known for name in names)
+    )
 
 
 # Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
@@ -222,11 +225,18 @@ def check(op, name, value, rule, optional=False):
 # What ops raise for arguments that they cannot take.
 _OF_OPS = (TypeError, AttributeError, RuntimeError, ValueError, OverflowError)
 # What torch says about tensors that are not all DTensors on one mesh.
-_OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different meshes")
+_OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different mesh|cross-mesh|Cannot find device mesh")
+# What torch 2.10 says, other than by NotImplementedError, about an op without a rule.
+_NO_RULE = re.compile("Sharding propagation failed for liger_losses")
 
 
 def _is_about_dtensors(raised):
-    return isinstance(raised, (MixedTensors, NotImplementedError)) or _OF_TORCH.search(str(raised))
+    about = isinstance(raised, (MixedTensors, NotImplementedError)) or _OF_TORCH.search(str(raised))
+    return about or _has_no_rule(raised)
+
+
+def _has_no_rule(raised):
+    return isinstance(raised, NotImplementedError) or _NO_RULE.search(str(raised)) is not None
 
 
 def check_one_mesh(op, given, raised):
@@ -249,7 +259,7 @@ def check_one_mesh(op, given, raised):
                 f"{op}: {name} is a plain tensor and {first} a DTensor, expected a DTensor on {mesh}: use "
                 "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
             ) from raised
-    if isinstance(raised, NotImplementedError):
+    if _has_no_rule(raised):
         raise MixedTensors(f"{op}: {first} is a DTensor, expected plain tensors, of the process") from raised
 
 

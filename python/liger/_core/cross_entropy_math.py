@@ -94,7 +94,8 @@ class Metrics(NamedTuple):
 
     @classmethod
     def named(cls, names):
-        return cls(*(name in names for name in cls._fields)) if names else _NO_METRICS
+        # torch.compile of torch 2.10 does not trace cls._fields.
+        return cls(**dict.fromkeys(names, True)) if names else _NO_METRICS
 
     @classmethod
     def of_op(cls, arguments):
@@ -111,7 +112,7 @@ class LogProbMetrics(NamedTuple):
 
     @classmethod
     def named(cls, names):
-        return cls(*(name in names for name in cls._fields))
+        return cls(**dict.fromkeys(names, True))
 
     @classmethod
     def of_op(cls, arguments):

@@ -389,9 +389,10 @@ class FusedLinearLoss(nn.Module):
         names = f"{','.join(sliced)}|{','.join(whole)}"
         options = self._head_options()
         results = fused_linear_loss_forward(
-            input, weight, batch.target, bias, tensors, function, names, parts, groups, *options.of_logits,
-            options.accum_dtype, options.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
-            options.logits_dtype, parameter is not None,
+            input, weight, batch.target, bias, tensors, function, names, parts, groups,
+            # Not of_logits: torch.compile of torch 2.10 traces no property of a named tuple.
+            options.temperature, options.ignore_index, options.softcap, options.accum_dtype, options.memory_budget,
+            self.uses_entropy, with_metrics, *needs_grad, options.logits_dtype, parameter is not None,
         )  # fmt: skip
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.
         loss, logprobs, entropy, argmax, *row_grads = results[:6]
@@ -405,10 +406,8 @@ class FusedLinearLoss(nn.Module):
             loss = loss / factor
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor
-        found = zip(TokenMetrics._fields, (logprobs, entropy, argmax), strict=True)
-        tokens = TokenMetrics(
-            *(t.view(batch.token_shape) if name in self.metrics else None for name, t in found)
-        )
+        found = {"logprobs": logprobs, "entropy": entropy, "argmax": argmax}
+        tokens = TokenMetrics(**{name: found[name].view(batch.token_shape) for name in self.metrics})
         logprobs = batch.padded_valid(logprobs.view(batch.token_shape))
         entropy = batch.padded_valid(entropy.view(batch.token_shape)) if self.uses_entropy else None
         return LossResult(loss, logprobs, entropy, tokens)

@@ -190,7 +190,7 @@ class DistillationLoss(nn.Module):
         layer = [t if t is None else t.detach() for t in (input, weight, target, bias)]
         found = fused_linear_ce(
             *layer, ignore_index=self.ignore_index, reduction="sum", memory_budget=self.memory_budget,
-            metrics=TokenMetrics._fields,
+            metrics=("logprobs", "entropy", "argmax"),
         )  # fmt: skip
         tokens = {"logprobs": found.logprobs, "entropy": found.entropy, "argmax": found.argmax}
         return TokenMetrics(**{name: tokens[name].view(rows.token_shape) for name in self.metrics})

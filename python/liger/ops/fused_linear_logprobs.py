@@ -145,12 +145,14 @@ def logprobs_of_layer(
     parameter = summed_weight(op, names.weight, weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
-    if not options.float32:
+    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
+    float32 = options.logits_dtype is not None
+    if not float32:
         input, weight, bias = autocast_operands(input, weight, bias)
     check_accum_dtype(op, names.input, input, options.accum_dtype)
     input, target, _ = align_tokens(op, input, target, None, (names.input, names.target))
     rows, flat, _, tokens = flatten_rows(op, names.input, input, target, None, names.target)
-    check_layer(op, names, rows, weight, bias, flat, float32_weight=options.float32)
+    check_layer(op, names, rows, weight, bias, flat, float32_weight=float32)
     check_given_classes(op, names.target, target, weight.shape[0], options.ignore_index)
     options = options._replace(temperature=float(options.temperature))
     requested = True, *metrics
@@ -161,10 +163,10 @@ def logprobs_of_layer(
     needs_grad = wants_grad(rows, weight, bias)
     keep, budget = NOTHING, options.memory_budget
     if any(needs_grad):
-        keep = choose(rows, weight, bias, options.softcap, budget, recompute, options.float32)
+        keep = choose(rows, weight, bias, options.softcap, budget, recompute, float32)
     results = _forward_op(
-        rows, weight, flat, bias, *options.of_logits, budget, *metrics, keep, needs_grad[1], options.logits_dtype,
-        options.accum_dtype,
+        rows, weight, flat, bias, options.temperature, options.ignore_index, options.softcap, budget, *metrics, keep,
+        needs_grad[1], options.logits_dtype, options.accum_dtype,
     )[:5]  # fmt: skip
     if parameter is not None:
         outputs = results[: 1 + metrics.entropy]

@@ -131,5 +131,7 @@ def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):
 def lora_logprobs(rows, weight, target, bias, factors, scale, options, metrics):
     """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested.
     ``options``: :class:`HeadOptions`."""
-    arguments = rows, weight, target, bias, *factors, float(scale), *options.of_logits, options.memory_budget
+    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
+    numbers = options.temperature, options.ignore_index, options.softcap, options.memory_budget
+    arguments = rows, weight, target, bias, *factors, float(scale), *numbers
     return _logprobs_op(*arguments, *metrics, options.logits_dtype, options.accum_dtype)
