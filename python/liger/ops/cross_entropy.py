@@ -205,7 +205,10 @@ def _run(logits, target, options, metrics, inplace, shards=None):
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "cross_entropy", "logits", logits, target, token_weight
     )
-    arguments = rows, flat_target, options.ce_weight, flat_weight, *options.of_logits[2:], *metrics
+    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
+    numbers = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
+    weights = options.ce_weight, flat_weight, options.denominator
+    arguments = rows, flat_target, *weights, *numbers, options.reduction, *metrics
     need_grad = _gradient_in_forward(rows, options.reduction)
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
