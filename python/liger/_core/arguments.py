@@ -161,7 +161,7 @@ HEAD: dict[str, Any] = {
 }
 # The low-rank term of an lm_head.
 LORA: dict[str, Any] = {"lora_scale": FINITE}
-# Where the classes of a process are among those of a group.
+# Which classes of the vocabulary a process has.
 SHARDS: dict[str, Any] = {"group": GROUP, "vocab_start": INTEGER, "vocab_size": INTEGER}
 # Options of cross entropy, with and without the lm_head.
 CE_OPTIONS: dict[str, Any] = {

@@ -40,7 +40,7 @@ def check_row_stats(op, logits, stats):
 
 
 class CEOptions(NamedTuple):
-    """The options of cross entropy, in the order of the op schemas. The last two are those of a linear layer."""
+    """The options of cross entropy, in the order of the op schemas. The last two are options of a linear layer."""
 
     ce_weight: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class CEOptions(NamedTuple):
 
     @property
     def of_logits(self):
-        """Those of the ops without a linear layer."""
+        """The options of the ops without a linear layer."""
         return self[:8]
 
     @property

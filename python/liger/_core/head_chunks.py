@@ -1,6 +1,6 @@
 """The loop over chunks of an lm_head's logits: ``for at, logits in chunks`` writes the logits of one chunk after the
 other to the same memory. The gradient of the logits overwrites them there, and :meth:`HeadChunks.add` turns it into
-those of the lm_head.
+the gradients of the lm_head.
 
 Loops of their own have: the divergences, which need the logits of a teacher beside them; vocabulary-parallel losses,
 whose chunks overlap with an exchange; the Triton kernel of fused_linear_ce, which computes logits before it knows the
@@ -42,7 +42,7 @@ class HeadChunks:
             skip: ignored rows are left out; for their number the host waits for the device.
             total: as for :class:`.lm_head.LMHeadGradients`.
             memory: (N, V) for the logits of all rows, which are one chunk; None: of the budget.
-            engine: the gradients may be those of :class:`.lm_head.Sm90LMHeadGradients`.
+            engine: the gradients may come from :class:`.lm_head.Sm90LMHeadGradients`.
         """
         layer, needs_grad, with_gradients = (x, head.weight, head.bias), needs_grad[:3], any(needs_grad)
         gradients = None
@@ -89,8 +89,8 @@ class HeadChunks:
             self.rows.from_memory(self.gradients.input, at, grad_x)
 
     def add_logprobs(self, target, grad_logprobs, grad_entropy, statistics=None):
-        """Adds the gradients of all chunks, from those of the log-probabilities of targets and, unless None, of the
-        entropies of all rows. ``statistics(at)``: the :class:`.lm_head.RowStatistics` of a chunk, if known."""
+        """Adds the gradients of all chunks, from the gradients of the log-probabilities of targets and, unless None, of
+        the entropies of all rows. ``statistics(at)``: the :class:`.lm_head.RowStatistics` of a chunk, if known."""
         for at, logits in self:
             y, with_entropy = target[at], grad_entropy is not None
             rows = self._head.statistics(logits, y, with_entropy) if statistics is None else statistics(at)

@@ -25,7 +25,7 @@ DivergenceReduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
 class ShardOptions(TypedDict, total=False):
-    """Where the classes of this process are among those of a group."""
+    """Which classes of the vocabulary this process has."""
 
     group: "dist.ProcessGroup | None"
     vocab_start: int | None

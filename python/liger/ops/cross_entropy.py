@@ -284,7 +284,7 @@ def cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         metrics: names among ``"z_loss"``, ``"token_accuracy"``, ``"argmax"``, ``"logprobs"`` and ``"entropy"``, which
             are computed in the same pass; :class:`CrossEntropyOutput` describes each.
-        group, vocab_start, vocab_size: the logits are those of some classes, the shard of this process among the
+        group, vocab_start, vocab_size: the logits have the classes of this process alone, one shard among the
             processes of a group (None: all processes): the first of its classes, and the number of all classes
             (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only ``"z_loss"`` and
             ``"logprobs"`` are then available as metrics, and inplace has no effect.

@@ -273,8 +273,8 @@ def fused_linear_ce(
         group, vocab_start, vocab_size: weight and bias have the rows of some classes, the shard of this process among
             the processes of a group (None: all processes): the first of its classes, and the number of all classes
             (docs/vocab_parallel.md#arguments). Every process calls with the same input, target and options, and gets
-            the loss with the same bits, the complete gradient of input, and those of its own shards. Metrics are then
-            ``"z_loss"`` and ``"logprobs"``. Not with accumulate_grad_weight and lora_a.
+            the loss with the same bits, the complete gradient of input, and the gradients of its own shards. Metrics
+            are then ``"z_loss"`` and ``"logprobs"``. Not with accumulate_grad_weight and lora_a.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
             once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
