@@ -82,7 +82,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel[0]) as archive:
         names = set(archive.namelist())
     package = {name for name in names if not name.startswith("liger_ops-")}
-    sources = {f"liger/{p.relative_to(ROOT / 'python/liger')}" for p in (ROOT / "python/liger").rglob("*.py")}
+    sources = {str(p.relative_to(ROOT / "python")) for p in (ROOT / "python").rglob("*.py")}
     # Inside liger: a top-level triton_kernels belongs to another distribution.
     kernels = {f"liger/triton_kernels/{p.name}" for p in (ROOT / "triton_kernels").glob("*.py")}
     assert package == sources | kernels | {"liger/py.typed", "liger/libliger_ops.so", f"liger/{NODES}"}
