@@ -15,7 +15,7 @@ export PYTHONPATH=$folder
 "$python" - "$folder" "$arch" <<'PYTHON'
 import sys
 import liger
-from liger._core.build_info import build_info
+from liger._core.runtime.build_info import build_info
 folder, arch = sys.argv[1:]
 built = build_info()["cuda_archs"].split()
 if not liger.__file__.startswith(folder) or built[0] != arch:

@@ -166,7 +166,7 @@ def run_tests(python, wheel, folder):
         raise Failure(f"liger is imported from {where}, not from {folder}")
     # Without a GPU, too: loading resolves every symbol of torch and registers the kernels.
     loaded = (
-        "import torch; from liger._core import load; "
+        "import torch; from liger._core.runtime import load; "
         "print(load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON)"
     )
     outcome = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()[-1]

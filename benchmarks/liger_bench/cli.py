@@ -93,7 +93,7 @@ def _complaint(arguments):
     # Not at the top: --help takes no time without torch.
     import torch
 
-    from liger.backend import BACKENDS
+    from liger._core.op.backend import BACKENDS
 
     for kind, given, known in (("op", arguments.ops, OPS), ("backend", arguments.backends, BACKENDS)):
         unknown = [name for name in given if name not in known]

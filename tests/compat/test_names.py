@@ -6,8 +6,8 @@ import pytest
 import torch
 from compat_comparisons import CASES, differentiable, gradients
 
-from liger.compat._architectures import FUNCTION_NAMES
-from liger.compat._names import MODULES
+from liger.compat.names import MODULES
+from liger.compat.patching.architectures import FUNCTION_NAMES
 
 pytest.importorskip("transformers")
 

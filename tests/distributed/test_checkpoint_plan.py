@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger
 import liger.transformers as lt
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing.checkpoint import planners
 
 PLENTY = 10**12
 

@@ -10,7 +10,7 @@ from called_ops import CalledOps
 from graph_nodes import count_nodes
 from test_deepspeed import deepspeed
 
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 
 # The default threshold below which the parameters stay gathered: the weights of norms, in a model of any size.
 PERSISTENT = int(1e5)
@@ -90,7 +90,7 @@ def test_norms_that_stay_gathered(name, bfloat16):
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 def test_checkpointing_of_norms_that_stay_gathered(name, reentrant):
     def change(model):
-        _checkpointing_names.enable(model, use_reentrant=reentrant)
+        methods.enable(model, use_reentrant=reentrant)
 
     run(name, change=change, threshold=PERSISTENT)
 

@@ -10,8 +10,8 @@ from test_deepspeed_families import CONFIG, run
 from transformers.integrations import HfDeepSpeedConfig
 
 import liger
-from liger.transformers import _checkpointing_names
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing import methods
+from liger.transformers.checkpointing.checkpoint import planners
 
 REENTRANT = ["qwen3", "gemma3", "mixtral"]
 
@@ -21,7 +21,7 @@ REENTRANT = ["qwen3", "gemma3", "mixtral"]
 )
 def test_checkpointing(name, reentrant):
     def change(model):
-        _checkpointing_names.enable(model, use_reentrant=reentrant)
+        methods.enable(model, use_reentrant=reentrant)
 
     run(name, change=change)
 

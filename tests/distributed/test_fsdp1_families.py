@@ -9,7 +9,7 @@ from test_fsdp2_families import checkpoint, is_tied, layers_of
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from liger.transformers import _reuse
+from liger.transformers.recipe import reuse
 
 NAMES = ["llama", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
 
@@ -96,7 +96,7 @@ def test_tied_or_not(name):
 def test_memory_is_reused(strategy, monkeypatch):
     """FSDP1 has tensors in place of the parameters: MLPs still overwrite their product, and a tied weight has one
     gradient. Products of tiny models count as worth reusing."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     run("llama", tied=True, sharding_strategy=strategy)
     run("llama", kind="nonreentrant", sharding_strategy=strategy)
 
@@ -106,7 +106,7 @@ def test_memory_is_reused(strategy, monkeypatch):
 )
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_nodes_that_reuse_memory(use_orig_params, precision, monkeypatch):
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     model = families.patched(families.make("llama", tied=True), "llama")
     module = wrap(model, use_orig_params=use_orig_params, mixed_precision=precision)
     batch = families.to(families.batches("llama")[0][ranks.RANK], ranks.DEVICE)

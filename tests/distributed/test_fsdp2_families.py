@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 
 
 def layers_of(model):
@@ -52,7 +52,7 @@ def checkpoint(model, kind):
         kinds = tuple({type(layer) for layer in layers_of(model)})
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, kinds))
     elif kind != "none":
-        _checkpointing_names.enable(model, use_reentrant=kind == "reentrant")
+        methods.enable(model, use_reentrant=kind == "reentrant")
 
 
 def train(model, steps):

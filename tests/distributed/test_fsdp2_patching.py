@@ -9,7 +9,7 @@ from test_fsdp2_precision import BF16
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from liger.transformers import _reuse
+from liger.transformers.recipe import reuse
 
 
 def mine(inputs):
@@ -120,7 +120,7 @@ def test_tiled_mlp(name, checkpointing):
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_reused_memory(name, checkpointing, monkeypatch):
     """The backward of an MLP overwrites its activations, which it does for large ones only."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     run(name, "tail", checkpointing, reshard_after_forward=True)
 
 

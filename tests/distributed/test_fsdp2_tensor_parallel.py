@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from liger.transformers import _checkpointing_names, patch_report
+from liger.transformers import patch_report
+from liger.transformers.checkpointing import methods
 
 RANKS = 4
 DATA, TENSOR = 2, 2
@@ -117,7 +118,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     def change(model):
-        _checkpointing_names.enable(model, use_reentrant=reentrant)
+        methods.enable(model, use_reentrant=reentrant)
 
     compare("llama", lambda patched: on_mesh("llama", patched, change))
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import liger
-from liger.transformers import _recompute
+from liger.transformers.recipe import recomputed
 
 NAMES = ["llama", "qwen3", "qwen3_moe"]
 
@@ -20,13 +20,13 @@ NAMES = ["llama", "qwen3", "qwen3_moe"]
 def references(monkeypatch):
     """Counts the saved tensors that are references to a computation."""
     made = []
-    init = _recompute._Reference.__init__
+    init = recomputed._Reference.__init__
 
     def counted(self, output, tensor, counted):
         init(self, output, tensor, counted)
         made.append(tuple(tensor.shape))
 
-    monkeypatch.setattr(_recompute._Reference, "__init__", counted)
+    monkeypatch.setattr(recomputed._Reference, "__init__", counted)
     return made
 
 

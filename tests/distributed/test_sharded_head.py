@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
-from liger.transformers import _loss_call, patch_report
+from liger.transformers import patch_report
+from liger.transformers.head import loss_call
 
 KIND = "vocab_parallel_fused_linear_cross_entropy"
 LAYERS = {
@@ -293,7 +294,7 @@ def assert_from_logits(model, expected, reason, caplog):
     """The report and one warning say why; the loss is right."""
     (left,) = (text for name, text in patch_report(model).left.items() if name == "")
     assert reason in left and left.endswith("the loss is computed from full logits")
-    _loss_call.warn_about_head.cache_clear()
+    loss_call.warn_about_head.cache_clear()
     inputs = families.batch("llama", 0, 0)
     with caplog.at_level(logging.WARNING, "liger.transformers"), Heads() as heads:
         for _ in range(2):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import DTYPES
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 ROWS, HIDDEN, VOCAB = 60, 32, 211
 # Micro-batches of different sizes.

@@ -213,7 +213,7 @@ def test_block_size_changes_no_bit(monkeypatch):
     leaf = logits.requires_grad_()
     runs = []
     for size in (1 << 22, 100):
-        monkeypatch.setattr("liger._core.row_blocks._CPU_BLOCK", size)
+        monkeypatch.setattr("liger._core.math.row_blocks._CPU_BLOCK", size)
         output = liger.cross_entropy(leaf, target, label_smoothing=0.1, **ALL_METRICS)
         runs.append([*output, *torch.autograd.grad(output.loss, leaf)])
     for a, b in zip(*runs, strict=True):

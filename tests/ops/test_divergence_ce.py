@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from cases import DTYPES, compiled
 
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "tvd"]
 BETA, RATIO = 0.3, 0.6

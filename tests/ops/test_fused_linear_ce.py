@@ -21,7 +21,7 @@ from cross_entropy_reference import (
 from torch.nn.functional import linear
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 REDUCTIONS = ["mean", "sum", "none"]
 # rows, hidden, vocab. Odd sizes have rows that are not aligned to 16 bytes; 300 rows are more than there are SMs; 32003

@@ -11,8 +11,8 @@ from test_fused_linear_logprobs import BUDGETS, OPTIONS, ROWS, VOCAB, leaves, ma
 from torch.utils.checkpoint import checkpoint
 
 import liger
-from liger._core import kept_logits, lm_head
-from liger._core.sm90_plan import ENGINE, plan_chunks_sm90
+from liger._core.head import kept_logits, lm_head
+from liger._core.head.sm90_plan import ENGINE, plan_chunks_sm90
 
 MIB = 1 << 20
 

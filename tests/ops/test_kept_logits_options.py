@@ -19,7 +19,7 @@ from test_logits_dtype import (
 )
 
 import liger
-from liger._core import kept_logits, lm_head
+from liger._core.head import kept_logits, lm_head
 
 FLOAT32 = {"logits_dtype": torch.float32, "recompute": False}
 

@@ -128,7 +128,7 @@ def test_no_copy(name):
         sliced = random(S, B, features + 2, seed=4)[..., :features].transpose(0, 1)[:, : S - 1]
         assert sliced.shape[1] == S - 1
         with Copies() as copies:
-            liger._core.loss_rows.Tokens(sliced.select(-1, 0), None).flatten(sliced)
+            liger._core.op.loss_rows.Tokens(sliced.select(-1, 0), None).flatten(sliced)
         assert sliced.numel() in copies.sizes
 
 
@@ -151,7 +151,7 @@ def test_no_copy(name):
     ],
 )
 def test_memory_order(view, order):
-    from liger._core.loss_rows import Tokens, memory_order
+    from liger._core.op.loss_rows import Tokens, memory_order
 
     assert memory_order(view) == order
     tokens = Tokens(view.select(-1, 0), order)

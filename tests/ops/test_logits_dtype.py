@@ -10,7 +10,7 @@ from errors import error_about
 from live_bytes import LiveBytes
 
 import liger
-from liger._core.float32_matmul import float32_product, split_product, write_float32_linear
+from liger._core.math.float32_matmul import float32_product, split_product, write_float32_linear
 
 ROWS, HIDDEN, VOCAB = 70, 96, 517
 PAIRS = [(dtype, weight) for dtype in DTYPES for weight in dict.fromkeys((dtype, torch.float32))]

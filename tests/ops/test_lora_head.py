@@ -11,7 +11,8 @@ from live_bytes import LiveBytes
 from torch.nn.functional import linear
 
 import liger
-from liger._core import computed_rows, head_chunks, lm_head
+from liger._core.head import chunks, lm_head
+from liger._core.math import computed_rows
 
 ROWS, HIDDEN, VOCAB, RANK, SCALE = 23, 16, 37, 4, 0.7
 BUDGETS = {"chunks": 3 * 40 * 4, "whole": None}
@@ -382,7 +383,7 @@ def test_all_rows_are_computed_under_capture(device, function, monkeypatch):
     results = []
     for skip in (True, False):
         monkeypatch.setattr(
-            head_chunks,
+            chunks,
             "computed_rows",
             lambda target, ignore_index, skip, chosen=skip: computed_rows.computed_rows(
                 target, ignore_index, chosen

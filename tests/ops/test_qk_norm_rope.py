@@ -6,7 +6,7 @@ from cases import DTYPES, check_op, far_apart, forward_backward, strided_like
 from errors import error_about
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
 # (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle lanes

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import liger
-from liger._core import load
-from liger.backend import FAMILIES, PORTABLE
+from liger._core.op.backend import FAMILIES, PORTABLE
+from liger._core.runtime import load
 
 OPS = sorted(
     name.removeprefix("liger::")
@@ -379,6 +379,6 @@ def test_every_op_takes_dtensors(op):
 
     entry = torch._library.simple_registry.singleton.find(f"liger::{op}")
     assert entry.torch_dispatch_rules.find(DTensor), (
-        f"{op} has no DTensor rule: add an entry to RULES in python/liger/distributed/_rules.py or, for a loss, "
-        "to LOSS_RULES in _loss_rules.py there"
+        f"{op} has no DTensor rule: add an entry to RULES in python/liger/distributed/rules/ops.py or, for a loss, "
+        "to LOSS_RULES in rules/losses.py there"
     )

@@ -7,7 +7,7 @@ from cases import DTYPES, check_op, strided_like
 from errors import error_about
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
 # (shape, group_size). Rows within a warp; odd sizes, without 16-byte vectors; groups of one warp, of odd size, and more

@@ -10,10 +10,10 @@ from errors import error_about
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger
-from liger._core.environment import triton_interpreted
-from liger._core.tiled_mlp_plan import Problem, block_columns, plan_tiles
-from liger.ops.tiled_mlp import _forward_op
-from liger.ops.tiled_mlp_torch import ParameterGradient
+from liger._core.runtime.environment import triton_interpreted
+from liger.ops.tiled_mlp.op import _forward_op
+from liger.ops.tiled_mlp.plan import Problem, block_columns, plan_tiles
+from liger.ops.tiled_mlp.shards import ParameterGradient
 
 HIDDEN, INTERMEDIATE = 24, 40
 ACTIVATIONS = {

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import liger
-from liger._core.tiled_mlp_plan import Problem, Tiles, block_columns, forward_step, lay_out, plan_tiles
+from liger.ops.tiled_mlp.plan import Problem, Tiles, block_columns, forward_step, lay_out, plan_tiles
 
 MIB = 1 << 20
 SIZES = list(

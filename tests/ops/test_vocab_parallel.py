@@ -24,7 +24,7 @@ from processes import assert_same_bits, needs_gloo, on_processes, part_of
 from torch.nn.functional import linear
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 pytestmark = [
     pytest.mark.slow,
@@ -156,13 +156,13 @@ def test_a_group_of_one_process(tmp_path):
 
 
 def _chunks(rank, world):
-    from liger.distributed import _vocab_parallel_ops
+    from liger.distributed.vocab import cross_entropy
 
     # Halves of a chunk take turns: from twice the rows of full speed on.
     quarters = [slice(0, 2251), slice(2251, 4502), slice(4502, 6753), slice(6753, 9001)]
-    assert _vocab_parallel_ops._chunks(9001, 4501, 2) == (quarters, 2)
-    assert _vocab_parallel_ops._chunks(6000, 3000, 2) == ([slice(0, 3000), slice(3000, 6000)], 1)
-    assert _vocab_parallel_ops._chunks(0, 0, 0) == ([], 1)
+    assert cross_entropy._chunks(9001, 4501, 2) == (quarters, 2)
+    assert cross_entropy._chunks(6000, 3000, 2) == ([slice(0, 3000), slice(3000, 6000)], 1)
+    assert cross_entropy._chunks(0, 0, 0) == ([], 1)
     for dtype in (torch.float32, torch.bfloat16):
         *tensors, target = random_layer(9001, 6, 10, "cpu", dtype)
         budget = 4600 * 16 * (2 if dtype == torch.float32 else 1)

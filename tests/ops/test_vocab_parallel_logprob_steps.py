@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from liger._core.environment import triton_interpreted
-from liger.distributed import _sm90_shards
+from liger._core.runtime.environment import triton_interpreted
+from liger.distributed.vocab import sm90
 
 pytestmark = [
     pytest.mark.slow,
@@ -133,7 +133,7 @@ def _surprising_targets(rank, world):
         LogProbSteps.overflows = LogProbSteps.moved = 0
         with engine_calls() as ran:
             check(rank, world, f"seed {seed}", x, weight, target, with_entropy, budget=budget, tolerance=1e-4)
-            steps = _sm90_shards.steps
+            steps = sm90.steps
         counts = torch.tensor([steps.overflows, steps.moved])
         dist.all_reduce(counts)
         assert ran and counts[0] > 0 and (counts[1] > 0) == (world > 1 and budget is None), counts

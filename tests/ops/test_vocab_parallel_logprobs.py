@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.functional import linear
 
 import liger
-from liger._core.environment import triton_interpreted
-from liger._core.lm_head import LMHead
-from liger.distributed._vocab_parallel_ops import Gradients
+from liger._core.head.lm_head import LMHead
+from liger._core.runtime.environment import triton_interpreted
+from liger.distributed.vocab.cross_entropy import Gradients
 
 pytestmark = [
     pytest.mark.slow,

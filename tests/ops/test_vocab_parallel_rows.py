@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import liger
-from liger._core.environment import triton_interpreted
-from liger.distributed import _vocab_parallel_ops
+from liger._core.runtime.environment import triton_interpreted
+from liger.distributed.vocab import cross_entropy
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +29,7 @@ pytestmark = [
 @contextlib.contextmanager
 def counted_rows():
     """A list to which the rows of every product are appended: of the logits, and of the gradients of a chunk."""
-    rows, write, add = [], _vocab_parallel_ops.write_linear, _vocab_parallel_ops.Gradients.add
+    rows, write, add = [], cross_entropy.write_linear, cross_entropy.Gradients.add
 
     def counting_write(x, *arguments):
         rows.append(len(x))
@@ -40,11 +40,11 @@ def counted_rows():
         assert len(x) == len(dlogits)
         add(self, at, dlogits, x)
 
-    _vocab_parallel_ops.write_linear, _vocab_parallel_ops.Gradients.add = counting_write, counting_add
+    cross_entropy.write_linear, cross_entropy.Gradients.add = counting_write, counting_add
     try:
         yield rows
     finally:
-        _vocab_parallel_ops.write_linear, _vocab_parallel_ops.Gradients.add = write, add
+        cross_entropy.write_linear, cross_entropy.Gradients.add = write, add
 
 
 PATTERNS = {

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from liger._core.environment import triton_interpreted
-from liger.distributed import _sm90_shards
+from liger._core.runtime.environment import triton_interpreted
+from liger.distributed.vocab import sm90
 
 processes = [
     pytest.mark.slow,
@@ -130,7 +130,7 @@ def _surprising_targets(rank, world):
         ReferenceSteps.overflows = ReferenceSteps.moved = 0
         with engine_calls() as ran:
             check(rank, world, f"seed {seed}", x, weight, target, softcap=softcap, lse_square_scale=1e-4)
-            steps = _sm90_shards.steps
+            steps = sm90.steps
         counts = torch.tensor([steps.overflows, steps.moved])
         dist.all_reduce(counts)
         assert ran and counts[0] > 0 and (counts[1] > 0) == (world > 1)
@@ -195,8 +195,8 @@ def _choice(rank, world):
         with engine_calls(cluster_count=60 + rank) as ran:
             in_shards.fused_linear_ce(*tensors, vocab_size=VOCAB, memory_budget=BUDGET, **chosen)
             group = dist.group.WORLD
-            assert all(n == 60 for known in _sm90_shards._agreed.values() for n in known.values())
-            assert not ran or group in _sm90_shards._agreed
+            assert all(n == 60 for known in sm90._agreed.values() for n in known.values())
+            assert not ran or group in sm90._agreed
         return bool(ran)
 
     assert ran_for(x, shard, target)
@@ -247,7 +247,7 @@ def test_memory_of_a_device(rows, hidden):
     mib, vocab, world = 1 << 20, 128256, 2
 
     def bytes_of(classes, float32_sum):
-        plan = _sm90_shards.plan_chunks_sm90(rows, hidden, classes, True, True, True, 512 * mib, 66)
+        plan = sm90.plan_chunks_sm90(rows, hidden, classes, True, True, True, 512 * mib, 66)
         panels = -(-classes // 128) + plan.panel_offset
         most = max(chunk.rows for chunk in plan.chunks)
         gradients = 2 * hidden * (rows + panels * 128)

@@ -21,10 +21,10 @@ from public_callables import CASES, arguments, differentiable_outputs, weighted_
 
 import liger
 import liger_cli as cli
-from liger._core import load
-from liger._core.build_info import build_info
-from liger._core.environment import triton_interpreted
-from liger.backend import FAMILIES
+from liger._core.op.backend import FAMILIES
+from liger._core.runtime import load
+from liger._core.runtime.build_info import build_info
+from liger._core.runtime.environment import triton_interpreted
 from liger.cli import _demo_data, _demo_report, _format, demo, info
 from liger_cli.commands import COMMANDS
 from liger_cli.demo_sizes import SIZES

@@ -192,7 +192,7 @@ def fresh_python(tmp_path):
 
 USE = """
 import sys, torch, liger, liger.triton_kernels
-from liger._core.build_info import build_info
+from liger._core.runtime.build_info import build_info
 x = torch.randn(4, 8, requires_grad=True)
 liger.rms_norm(x, torch.ones(8)).sum().backward()
 print(liger.__file__, liger.triton_kernels.__file__, build_info()["cuda"] or "no-cuda")

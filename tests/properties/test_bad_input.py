@@ -26,7 +26,7 @@ from public_options import (
 )
 
 import liger
-from liger._core import environment
+from liger._core.runtime import environment
 
 PUBLIC = {public: name for public, name in FIRST.items() if not public.startswith("nn.")}
 LOSSES = [public for public in PUBLIC if public.startswith("losses.")]

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from traced_calls import assert_same, copies, parameters_of, results
 
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 if triton_interpreted():
     pytest.skip("what is traced are the ops, not their kernels", allow_module_level=True)

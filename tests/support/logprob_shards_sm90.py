@@ -9,7 +9,7 @@ import torch
 from cases import poison_memory
 from sm90_engine import clusters
 
-from liger.distributed import _sm90_logprob_shards as shards
+from liger.distributed.vocab import sm90_logprobs as shards
 
 
 class Results(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from liger._core import load
+from liger._core.runtime import load
 
 ROOT = Path(__file__).parents[2]
 # As TORCH_TARGET_VERSION in cmake/LigerTorch.cmake says.

@@ -3,12 +3,12 @@
 import tiny_models
 
 import liger.transformers as lt
-from liger.transformers import _checkpoint_layers
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing.checkpoint import planners
 
 LAYERS = 4
 # Where transformers checkpoints the call of a layer, the first one is always recomputed.
-FEWEST = int(_checkpoint_layers.READS_BEFORE_HOOKS)
+FEWEST = int(decoder_layers.READS_BEFORE_HOOKS)
 MOST = LAYERS - FEWEST
 PLENTY = 10**9
 
@@ -20,9 +20,7 @@ def llama(**settings):
 def kept(model):
     """Whether each layer keeps its activations."""
     (planner,) = planners(model)
-    return [
-        vars(layer)["_gradient_checkpointing_func"] is _checkpoint_layers.keep for layer in planner.layers
-    ]
+    return [vars(layer)["_gradient_checkpointing_func"] is decoder_layers.keep for layer in planner.layers]
 
 
 def calls_of_layers(model):

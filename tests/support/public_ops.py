@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import liger
-from liger._core.declared import declarations, overload
+from liger._core.op.declared import declarations, overload
 
 HIDDEN, VOCAB = 16, 11
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from sample_tensors import floats, transposed
 
-from liger._core.declared import declarations, overload, result_names
+from liger._core.op.declared import declarations, overload, result_names
 
 
 @dataclass(frozen=True)

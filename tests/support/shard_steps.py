@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from liger.distributed import _sm90_shards
+from liger.distributed.vocab import sm90
 
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
 MOST_ROW_SUM = 2.0**60
@@ -19,7 +19,7 @@ MOST_DISTANCE = 40.0
 
 
 class ReferenceSteps:
-    """One instance for one call, as :class:`liger.distributed._sm90_shards.CompiledSteps`.
+    """One instance for one call, as :class:`liger.distributed.vocab.sm90.CompiledSteps`.
 
     ``overflows`` and ``moved`` count the tiles that were computed again, and the rows whose exponentials were rescaled,
     of all instances.
@@ -206,10 +206,10 @@ class ReferenceSteps:
 @contextlib.contextmanager
 def replaced_steps(kind):
     """Calls take these steps, on devices about which their groups have not agreed yet."""
-    before, _sm90_shards.steps = _sm90_shards.steps, kind
-    _sm90_shards._agreed.clear()
+    before, sm90.steps = sm90.steps, kind
+    sm90._agreed.clear()
     try:
         yield
     finally:
-        _sm90_shards.steps = before
-        _sm90_shards._agreed.clear()
+        sm90.steps = before
+        sm90._agreed.clear()

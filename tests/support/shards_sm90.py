@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from sm90_engine import MIB, Shape, clusters
 
-from liger._core.cross_entropy_math import CEOptions, Metrics
-from liger._core.sm90_plan import plan_chunks_sm90
-from liger.distributed import _sm90_shards
+from liger._core.head.cross_entropy import CEOptions, Metrics
+from liger._core.head.sm90_plan import plan_chunks_sm90
+from liger.distributed.vocab import sm90
 
 # Odd sizes; of a rank: one chunk, several, partial tiles, split-K.
 SHAPES = {
@@ -59,9 +59,7 @@ def run_ranks(shape, bounds, x, weight, target, trained=(True, True), compare=Tr
     for rank, (start, stop) in enumerate(pairwise(bounds)):
         shards = start, weight.shape[0], "simulated"
         part = weight[start:stop].clone()
-        calls.append(
-            _sm90_shards.Call(x, part, target, options, shards, rank, plan, metrics, (*trained, False))
-        )
+        calls.append(sm90.Call(x, part, target, options, shards, rank, plan, metrics, (*trained, False)))
         calls[-1].begin()
     logits = torch.stack([call.target_logit for call in calls]).sum(0)
     for call in calls:

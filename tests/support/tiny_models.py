@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -86,10 +86,10 @@ def step(model, **inputs):
 
 def enable_checkpointing(model, reentrant=False):
     """Checkpointing of whole layers."""
-    _checkpointing_names.enable(model, use_reentrant=reentrant)
+    methods.enable(model, use_reentrant=reentrant)
 
 
-disable_checkpointing = _checkpointing_names.disable
+disable_checkpointing = methods.disable
 
 
 def twin(model):

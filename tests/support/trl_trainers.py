@@ -182,7 +182,7 @@ def distillation(folder, **options):
 def losses_in_heads():
     """A list that grows with every loss that is made within a head."""
     counted, owners = [], {"run": FusedLinearLoss, "fused_linear_ce": _supervised}
-    if importlib.util.find_spec("liger.ops.fused_linear_divergence"):
+    if importlib.util.find_spec("liger.ops.fused_linear_divergence.op"):
         owners["fused_linear_jsd"] = importlib.import_module("liger.trl._distillation")
     with pytest.MonkeyPatch.context() as patches:
         for name, owner in owners.items():

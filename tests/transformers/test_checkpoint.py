@@ -15,8 +15,8 @@ from trainer_runs import train
 
 import liger
 import liger.transformers as lt
-from liger.transformers import _checkpoint_layers, _checkpointing_names
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing import decoder_layers, methods
+from liger.transformers.checkpointing.checkpoint import planners
 
 
 def assert_bits(ours, theirs):
@@ -119,7 +119,7 @@ def test_none_restores_what_was_there():
 
 def test_none_restores_checkpointing():
     model = llama()
-    _checkpointing_names.enable(model)
+    methods.enable(model)
     theirs = vars(model.model.layers[1])["_gradient_checkpointing_func"]
     lt.checkpoint(model, PLENTY)
     lt.checkpoint(model, PLENTY)
@@ -214,18 +214,18 @@ def test_other_code_that_changes_the_layers():
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
     calls = calls_of_layers(model)
-    _checkpointing_names.disable(model)
+    methods.disable(model)
     tiny_models.step(model, **tiny_models.batch())
     # A version that reads the flag before the planner sets it does not recompute the first layer.
     assert calls == [0, 1, 2, 3, 1, 0][: 6 - FEWEST]
-    assert vars(model.model.layers[0])["_gradient_checkpointing_func"] is _checkpoint_layers.recompute
+    assert vars(model.model.layers[0])["_gradient_checkpointing_func"] is decoder_layers.recompute
     calls.clear()
-    _checkpointing_names.enable(model, use_reentrant=True)
+    methods.enable(model, use_reentrant=True)
     theirs = vars(model.model.layers[0])["_gradient_checkpointing_func"]
     tiny_models.step(model, **tiny_models.batch())
     if FEWEST:
         calls.clear()
-        theirs = _checkpoint_layers.recompute
+        theirs = decoder_layers.recompute
         tiny_models.step(model, **tiny_models.batch())
     assert calls == [0, 1, 2, 3, 1, 0]
     assert (
@@ -355,7 +355,7 @@ def test_peak_on_a_device(layers):
         return torch.cuda.max_memory_allocated()
 
     model = make()
-    _checkpointing_names.enable(model)
+    methods.enable(model)
     expected = seeded_step(model, given)
     peak(model)
     full = peak(model)

@@ -14,9 +14,9 @@ from planned_llama import LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, me
 
 import liger
 import liger.transformers as lt
-from liger.transformers import _checkpoint_layers
-from liger.transformers._activation_bytes import HostCopy, Probe
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing.activation_bytes import HostCopy, Probe
+from liger.transformers.checkpointing.checkpoint import planners
 
 
 @pytest.mark.parametrize("count", range(MOST + 1))
@@ -152,7 +152,7 @@ def test_patching_again_measures_again(capsys):
 def test_layers_with_other_patches_are_of_another_kind():
     model = liger.patch(llama(), recompute=True)
     liger.unpatch(model.model.layers[1])
-    kinds = [_checkpoint_layers.kind(layer) for layer in model.model.layers]
+    kinds = [decoder_layers.kind(layer) for layer in model.model.layers]
     assert kinds[0] == kinds[2] == kinds[3] != kinds[1]
 
 

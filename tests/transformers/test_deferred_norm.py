@@ -6,8 +6,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from liger.transformers import _deferred_norm
-from liger.transformers._deferred_norm import DeferredNorm
+from liger.transformers.attention import deferred_norm
+from liger.transformers.attention.deferred_norm import DeferredNorm
 
 
 class Norm(nn.Module):
@@ -52,4 +52,4 @@ def test_a_deferred_norm_is_computed_once():
     assert norm.calls == 1
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = deferred.no_such_name
-    assert _deferred_norm.computed(3) == 3
+    assert deferred_norm.computed(3) == 3

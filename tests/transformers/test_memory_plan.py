@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from liger.transformers._activation_bytes import Probe
-from liger.transformers._memory_plan import UNCONFIRMED, MemoryPlan
+from liger.transformers.checkpointing.activation_bytes import Probe
+from liger.transformers.checkpointing.memory_plan import UNCONFIRMED, MemoryPlan
 
 
 def plan_of(costs=(10, 10, 10, 10), load=(100,), exact=True):

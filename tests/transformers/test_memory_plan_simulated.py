@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 import tiny_models
 
 import liger.transformers as lt
-from liger.transformers import _checkpoint, _device_memory
-from liger.transformers._activation_bytes import Probe
-from liger.transformers._checkpoint import planners
+from liger.transformers.checkpointing import checkpoint, device_memory
+from liger.transformers.checkpointing.activation_bytes import Probe
+from liger.transformers.checkpointing.checkpoint import planners
 
 
 class Device:
@@ -45,8 +45,8 @@ def simulated(monkeypatch):
 
     def make(costs=100, **attributes):
         device = Device()
-        monkeypatch.setattr(_device_memory, "CountedMemory", lambda *_: device)
-        monkeypatch.setattr(_checkpoint, "Probe", FixedProbe)
+        monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: device)
+        monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
         monkeypatch.setattr(FixedProbe, "cost", costs)
         for name, value in attributes.items():
             setattr(device, name, value)
@@ -82,13 +82,13 @@ class Allocator:
         for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "mem_get_info"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
-        monkeypatch.setattr(_device_memory, "LEAST_HEADROOM", 0.0)
-        monkeypatch.setattr(_device_memory, "CountedMemory", self.meter)
-        monkeypatch.setattr(_checkpoint, "Probe", FixedProbe)
+        monkeypatch.setattr(device_memory, "LEAST_HEADROOM", 0.0)
+        monkeypatch.setattr(device_memory, "CountedMemory", self.meter)
+        monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
 
     @staticmethod
     def meter(memory, model):
-        return _device_memory.CudaMemory(memory, torch.device("cuda", 0))
+        return device_memory.CudaMemory(memory, torch.device("cuda", 0))
 
     def reset_peak_memory_stats(self, device):
         self.highest = self.current
@@ -344,6 +344,6 @@ def test_limit_on_a_device(monkeypatch, memory, changes, limit):
     statistics = Statistics()
     vars(statistics).update(changes)
     statistics.install(monkeypatch)
-    meter = _device_memory.CudaMemory(memory, torch.device("cuda"))
+    meter = device_memory.CudaMemory(memory, torch.device("cuda"))
     assert meter.read() == (40_000, 2, 1)
     assert meter.peak(0) == 55_000 and meter.limit == limit

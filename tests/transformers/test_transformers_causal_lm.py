@@ -12,8 +12,8 @@ from tiny_models import VOCAB, assert_same_step, batch, config, make, step, twin
 from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers._causal_lm import CHANGED, CHANGED_LABELS  # noqa: E402
-from liger.transformers._rotary import recognise, rotary_function  # noqa: E402
+from liger.transformers.attention.rotary import recognise, rotary_function  # noqa: E402
+from liger.transformers.head.causal_lm import CHANGED, CHANGED_LABELS  # noqa: E402
 
 
 class Llama(transformers.LlamaForCausalLM):

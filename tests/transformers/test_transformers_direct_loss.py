@@ -15,8 +15,8 @@ from tiny_models import VOCAB, fill, first_is_quick, step, twin  # noqa: E402
 from transformers.modeling_outputs import MaskedLMOutput  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _loss_call  # noqa: E402
-from liger.transformers._causal_lm import CHANGED, CHANGED_LABELS, ITSELF  # noqa: E402
+from liger.transformers.head import loss_call  # noqa: E402
+from liger.transformers.head.causal_lm import CHANGED, CHANGED_LABELS, ITSELF  # noqa: E402
 from liger.transformers.scan.comparison import compare as compare_steps  # noqa: E402
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
@@ -92,13 +92,13 @@ def batch(model):
 
 def counted(monkeypatch):
     """The rows that the fused loss is called with."""
-    calls, op = [], _loss_call.fused_linear_ce
+    calls, op = [], loss_call.fused_linear_ce
 
     def fused_linear_ce(rows, *args, **kwargs):
         calls.append(rows)
         return op(rows, *args, **kwargs)
 
-    monkeypatch.setattr(_loss_call, "fused_linear_ce", fused_linear_ce)
+    monkeypatch.setattr(loss_call, "fused_linear_ce", fused_linear_ce)
     return calls
 
 

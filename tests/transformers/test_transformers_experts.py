@@ -14,7 +14,9 @@ moe = pytest.importorskip("transformers.integrations.moe")
 
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
-from liger.transformers import _checkpointing_names, _experts, patch_report  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
+from liger.transformers.mlp import experts  # noqa: E402
 
 if not hasattr(moe, "use_experts_implementation"):
     pytest.skip("this transformers has every expert as a module of its own", allow_module_level=True)
@@ -53,13 +55,13 @@ def experts_of(model):
 @pytest.fixture
 def calls(monkeypatch):
     """The recipes of the calls of the op by patched experts."""
-    seen, run = [], _experts.ExpertsRecipe.run
+    seen, run = [], experts.ExpertsRecipe.run
 
     def watched(self, *arguments):
         seen.append(self)
         return run(self, *arguments)
 
-    monkeypatch.setattr(_experts.ExpertsRecipe, "run", watched)
+    monkeypatch.setattr(experts.ExpertsRecipe, "run", watched)
     return seen
 
 
@@ -91,7 +93,7 @@ def test_gradient_checkpointing(device, name):
     plain = model_of(name, device)
     patched = liger.patch(twin(plain))
     for model in (plain, patched):
-        _checkpointing_names.enable(model)
+        methods.enable(model)
     assert_same_step(step(patched, **batch(device)), step(plain, **batch(device)))
 
 

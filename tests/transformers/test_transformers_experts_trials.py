@@ -7,7 +7,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
 
-from liger.transformers import _experts  # noqa: E402
+from liger.transformers.mlp import experts  # noqa: E402
 
 if not hasattr(moe, "use_experts_implementation"):
     pytest.skip("this transformers has every expert as a module of its own", allow_module_level=True)
@@ -98,9 +98,9 @@ def test_the_plain_form():
         (nn.GELU(), "gelu"),
         (nn.GELU(approximate="tanh"), "gelu_tanh"),
     ):
-        recipe = _experts.experts(Experts(act_fn), ALL)
+        recipe = experts.experts(Experts(act_fn), ALL)
         assert (recipe.activation, recipe.limit, recipe.is_interleaved) == (activation, None, False)
-    assert _experts.experts(ClampedInputs(), ALL).limit == 10.0
+    assert experts.experts(ClampedInputs(), ALL).limit == 10.0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_plain_form():
     ],
 )
 def test_variants_are_left_alone(variant, reason):
-    assert reason in _experts.experts(variant(), ALL)
+    assert reason in experts.experts(variant(), ALL)
 
 
 def test_an_implementation_that_cannot_run_says_so():
@@ -176,6 +176,6 @@ def test_classes_of_transformers(module, name):
         pytest.skip(f"this transformers has no {name}")
     if not hasattr(getattr(modeling, name), "_apply_gate"):
         pytest.skip("in this transformers it has a form of its own")
-    recipe = _experts.experts(getattr(modeling, name)(Config()), ALL)
+    recipe = experts.experts(getattr(modeling, name)(Config()), ALL)
     found = (recipe.activation, recipe.is_transposed, recipe.is_interleaved, recipe.limit is not None)
     assert found == CLASSES[module, name]

@@ -11,8 +11,9 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
-from liger.transformers import _gated_norms, patch_report  # noqa: E402
-from liger.transformers._gated_norms import GatedNormRecipe  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+from liger.transformers.norms import gated  # noqa: E402
+from liger.transformers.norms.gated import GatedNormRecipe  # noqa: E402
 
 KIND = "rms_norm_gated"
 
@@ -126,7 +127,7 @@ def _shifted(self, x, gate):
 
 @pytest.mark.parametrize("forward", [_clamped, _dropping, _stopped, _shifted], ids=lambda f: f.__name__)
 def test_norms_that_are_left(forward):
-    assert isinstance(_gated_norms.gated_norm(named(RMSNormGated, forward=forward)()), str)
+    assert isinstance(gated.gated_norm(named(RMSNormGated, forward=forward)()), str)
 
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}

@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
-from liger._core import gated  # noqa: E402
-from liger._core.linear_layers import caller_owns_output  # noqa: E402
-from liger.transformers import _reuse  # noqa: E402
+from liger._core.modules.linear_layers import caller_owns_output  # noqa: E402
+from liger.ops import gated  # noqa: E402
+from liger.transformers.recipe import reuse  # noqa: E402
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_outputs_that_a_global_hook_keeps(writes):
 
 def test_inputs_that_a_global_hook_keeps(monkeypatch):
     """The product is the input of down_proj."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     model, kept = liger.patch(make("llama")), []
     last = [layer.mlp.down_proj for layer in model.model.layers]
     handle = register_module_forward_pre_hook(

@@ -17,8 +17,10 @@ from graph_nodes import count_nodes  # noqa: E402
 from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _checkpointing_names, _modules, _reuse  # noqa: E402
-from liger.transformers._reuse import linear_over  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
+from liger.transformers.mlp import recipe  # noqa: E402
+from liger.transformers.recipe import reuse  # noqa: E402
+from liger.transformers.recipe.reuse import linear_over  # noqa: E402
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -26,7 +28,7 @@ EMBEDDING = "model.embed_tokens.weight"
 @pytest.fixture(autouse=True)
 def tiny_is_large(monkeypatch):
     """The products of tiny models count as worth reusing."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
 
 
 class Ops(TorchDispatchMode):
@@ -87,9 +89,9 @@ def test_gradients_added_to_rows(device, dtype, padding):
     grads = torch.randn(4, 1250, 16, dtype=dtype, device=device)
     total = torch.randn(20000, 16, dtype=dtype, device=device)
     expected = total + torch.ops.aten.embedding_dense_backward(grads, ids, len(total), padding, False)
-    _reuse._add_to_rows(total, grads, ids, padding)
+    reuse._add_to_rows(total, grads, ids, padding)
     assert torch.equal(total, expected)
-    _reuse._add_to_rows(total, grads[:0], ids[:0], padding)
+    reuse._add_to_rows(total, grads[:0], ids[:0], padding)
     assert torch.equal(total, expected)
 
 
@@ -279,7 +281,7 @@ def test_embeddings_that_are_left_alone(embedding):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     plain = tied()
-    _checkpointing_names.enable(plain, use_reentrant=reentrant)
+    methods.enable(plain, use_reentrant=reentrant)
     model = liger.patch(twin(plain))
     assert_same_step(step(model, **batch()), step(plain, **batch()))
     assert dense_gradients(model, **batch()) == 0
@@ -343,13 +345,13 @@ def test_linear_over_has_second_derivatives():
 def test_small_inputs_are_left_to_autograd(monkeypatch):
     layer, leaf = layer_and_input(False)
     for limit, expected in ((leaf.nbytes, False), (leaf.nbytes - 1, True)):
-        monkeypatch.setattr(_reuse, "WORTH_REUSING", limit)
+        monkeypatch.setattr(reuse, "WORTH_REUSING", limit)
         assert gradients(linear_over, layer, leaf)[2] == expected
 
 
 def test_an_mlp_gives_up_its_product_only_where_it_may(monkeypatch):
     calls = []
-    monkeypatch.setattr(_modules, "linear_over", lambda layer, x: calls.append(layer) or layer(x))
+    monkeypatch.setattr(recipe, "linear_over", lambda layer, x: calls.append(layer) or layer(x))
     x = torch.randn(3, 64, requires_grad=True)
     for inplace in (False, True):
         mlp = liger.patch(make("llama"), inplace=inplace).model.layers[0].mlp
@@ -360,7 +362,7 @@ def test_an_mlp_gives_up_its_product_only_where_it_may(monkeypatch):
 
 def test_checkpointing_does_not_compute_the_product_again():
     plain = make("llama")
-    _checkpointing_names.enable(plain)
+    methods.enable(plain)
 
     def products(model):
         with Ops() as ops:

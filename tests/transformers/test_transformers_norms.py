@@ -12,7 +12,9 @@ import liger
 
 pytest.importorskip("transformers")
 
-from liger.transformers import _activations, _norms, patch_report
+from liger.transformers import patch_report
+from liger.transformers.mlp import activations
+from liger.transformers.norms import norm
 
 
 class RMSNorm(nn.Module):
@@ -101,8 +103,8 @@ def test_norms_that_are_replaced(name, dtype, monkeypatch):
     reference.__dict__.update(plain.__dict__)
     model = liger.patch(nn.ModuleList([plain]))
     assert patch_report(model).replaced == {"0": kind}
-    calls, run = [], _norms.NormRecipe.run
-    monkeypatch.setattr(_norms.NormRecipe, "run", lambda *args: calls.append(1) or run(*args))
+    calls, run = [], norm.NormRecipe.run
+    monkeypatch.setattr(norm.NormRecipe, "run", lambda *args: calls.append(1) or run(*args))
     results = []
     for module in (model[0], reference):
         for shape in ((3, 16), (2, 3, 16), (2, 2, 3, 16)):
@@ -164,7 +166,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_norms_that_are_left(name):
     module = LEFT[name]()
-    assert isinstance(_norms.norm(module), str)
+    assert isinstance(norm.norm(module), str)
     with pytest.raises(ValueError, match=r"left 1 as before: .*; looked for rope, rms_norm, rms_norm_gated,"):
         liger.patch(nn.ModuleList([module]))
 
@@ -192,8 +194,8 @@ def test_activations_of_16_bits_beside_a_weight_in_float32(name, dtype, monkeypa
     torch.manual_seed(2)
     plain = MIXED[name]()
     model = liger.patch(nn.ModuleList([copy.deepcopy(plain)]))[0]
-    calls, run = [], _norms.NormRecipe.run
-    monkeypatch.setattr(_norms.NormRecipe, "run", lambda *args: calls.append(1) or run(*args))
+    calls, run = [], norm.NormRecipe.run
+    monkeypatch.setattr(norm.NormRecipe, "run", lambda *args: calls.append(1) or run(*args))
     x, upstream = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     results = []
     for module in (model, plain):
@@ -271,7 +273,7 @@ HOSTILE_ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", HOSTILE_ACTIVATIONS)
 def test_activations_that_are_left(name):
-    assert isinstance(_activations.activation(HOSTILE_ACTIVATIONS[name](), ("relu_squared", "gelu")), str)
+    assert isinstance(activations.activation(HOSTILE_ACTIVATIONS[name](), ("relu_squared", "gelu")), str)
 
 
 def test_gelu_of_torch_is_not_looked_at():

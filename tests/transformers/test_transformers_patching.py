@@ -19,7 +19,7 @@ from forked_python import python  # noqa: E402
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _loss_call  # noqa: E402
+from liger.transformers.head import loss_call  # noqa: E402
 
 
 @pytest.fixture(params=FAMILIES)
@@ -114,7 +114,7 @@ def test_hooks_are_kept_and_called():
 @pytest.mark.parametrize("family", ["llama", "Gemma2"])
 def test_a_hook_that_changes_the_logits_acts_on_logits(family, compiled, caplog):
     """As of a mask of some classes, or a watermark: the head returns logits then."""
-    _loss_call.warn_about_head.cache_clear()
+    loss_call.warn_about_head.cache_clear()
     plain = make(family)
     models = plain, liger.patch(twin(plain))
     shift = torch.linspace(-1, 2, VOCAB)
@@ -159,7 +159,7 @@ def hook_of_the_head(register):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_hooks_of_the_head_see_logits_and_their_gradient(register, wrapped, caplog):
     """Also hooks of all modules, and those of PEFT's wrapper for ``modules_to_save``."""
-    _loss_call.warn_about_head.cache_clear()
+    loss_call.warn_about_head.cache_clear()
     plain = make("llama")
     if wrapped:
         peft = pytest.importorskip("peft")

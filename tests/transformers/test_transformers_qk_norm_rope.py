@@ -16,7 +16,8 @@ from combinations import inputs_of, lora, seeded_step, tiny  # noqa: E402
 from tiny_models import assert_same_step, batch, first_is_quick, make, step, twin  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention  # noqa: E402
 
-from liger.transformers import _checkpointing_names, patch_report  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
 
 KIND = "qk_norm_rope"
 TYPES = ["qwen3", "gemma3_text", "qwen3_moe"]
@@ -74,7 +75,7 @@ def test_bfloat16():
 def test_checkpointing(use_reentrant, recompute):
     ours, plain = pair("qwen3", recompute=recompute)
     for model in (ours, plain):
-        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
+        methods.enable(model, use_reentrant=use_reentrant)
     assert_same_step(*(seeded_step(model, inputs_of("qwen3")) for model in (ours, plain)))
 
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
-from liger.transformers._classes import recipe_of
+from liger.transformers.recipe.classes import recipe_of
 
 KIND = "qk_norm_rope"
 

@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers._causal_lm import CHANGED, READS  # noqa: E402
-from liger.transformers._modules import MLPRecipe  # noqa: E402
+from liger.transformers.head.causal_lm import CHANGED, READS  # noqa: E402
+from liger.transformers.mlp.recipe import MLPRecipe  # noqa: E402
 
 
 def test_other_activation_is_left_alone():

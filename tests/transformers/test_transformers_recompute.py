@@ -14,8 +14,10 @@ transformers = pytest.importorskip("transformers")
 from called_ops import CalledOps  # noqa: E402
 from saved_bytes import assert_same_bits, build, forward, ids, saved_per_token, step, twins  # noqa: E402
 
-from liger.transformers import _checkpointing_names, _recompute, patch_report  # noqa: E402
-from liger.transformers._saved_bytes import saved_in_layers  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
+from liger.transformers.checkpointing.saved_bytes import saved_in_layers  # noqa: E402
+from liger.transformers.recipe import recomputed  # noqa: E402
 
 PLAIN, RECOMPUTE = {}, {"recompute": True}
 TYPES = ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "phi3")
@@ -137,7 +139,7 @@ def test_adapters_save_less():
 def test_checkpointing(model_type, use_reentrant):
     ours, theirs = pair(model_type)
     for model in (ours, theirs):
-        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
+        methods.enable(model, use_reentrant=use_reentrant)
     assert_same_bits(step(ours, ids()), step(theirs, ids()))
 
 
@@ -145,7 +147,7 @@ def test_checkpointing_repeats_no_more_gemms():
     """The second forward stops at the last saved tensor, before the down projection of the MLP."""
     counts = []
     for model in pair("llama", layers=1):
-        _checkpointing_names.enable(model)
+        methods.enable(model)
         loss = forward(model, ids())
         with CalledOps() as calls:
             loss.backward()
@@ -157,7 +159,7 @@ def test_checkpointing_repeats_no_more_gemms():
 
 def test_checkpointed_layers_save_their_input_only():
     def prepare(model):
-        _checkpointing_names.enable(model)
+        methods.enable(model)
         return liger.patch(model, recompute=True)
 
     assert saved_per_token(prepare, "llama") == 2 * 64
@@ -251,10 +253,10 @@ def test_saved_bytes_without_the_fused_op_are_those_of_the_plan():
 def norm_and_linear(x, weight, matrix, between=None):
     """``rms_norm(x) @ matrix`` inside a layer, as the norm of a patched model registers it."""
 
-    @_recompute.recomputing
+    @recomputed.recomputing
     def layer(x):
         y = liger.rms_norm(x, weight)
-        _recompute.register(lambda x, w: (liger.rms_norm(x, w),), (x, weight), (y,))
+        recomputed.register(lambda x, w: (liger.rms_norm(x, w),), (x, weight), (y,))
         if between is not None:
             y = between(y)
         return y @ matrix
@@ -293,16 +295,16 @@ def test_memory_that_is_used_again_is_not_mistaken():
     """A tensor at the address of a freed output is not that output."""
     x, weight, matrix = operands()
 
-    @_recompute.recomputing
+    @recomputed.recomputing
     def layer(x):
         y = liger.rms_norm(x, weight)
-        _recompute.register(lambda x, w: (liger.rms_norm(x, w),), (x, weight), (y,))
-        (address, output), size = next(iter(_recompute._local.outputs.items())), y.numel()
+        recomputed.register(lambda x, w: (liger.rms_norm(x, w),), (x, weight), (y,))
+        (address, output), size = next(iter(recomputed._local.outputs.items())), y.numel()
         del y
         other = torch.randn(6, 8)
         # The allocator may or may not return the same address, so the test puts the entry there.
         output.numel, output.version = size, other._version
-        _recompute._local.outputs = {other.data_ptr(): output}
+        recomputed._local.outputs = {other.data_ptr(): output}
         assert address
         return other, other @ matrix
 
@@ -407,7 +409,7 @@ def test_errors_leave_no_hooks():
     with pytest.raises(KeyError, match="stop"):
         forward(model, ids())
     handle.remove()
-    assert _recompute._local.outputs is None
+    assert recomputed._local.outputs is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from liger.transformers._rename import attributes_used, rename_attribute, rename_global, uses_global
+from liger.transformers.recipe.rename import attributes_used, rename_attribute, rename_global, uses_global
 
 
 def rotate():

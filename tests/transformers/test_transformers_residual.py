@@ -10,8 +10,10 @@ pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, make, step, twin
 
-from liger.transformers import _checkpointing_names, _layers, _residual, patch_report
-from liger.transformers._residual import AddNormRecipe
+from liger.transformers import patch_report
+from liger.transformers.checkpointing import methods
+from liger.transformers.norms import residual, residual_trial
+from liger.transformers.norms.residual import AddNormRecipe
 
 KIND = "fused_add_rms_norm"
 
@@ -127,8 +129,8 @@ def test_layers_that_are_replaced(make_layer, monkeypatch):
     plain = make_layer()
     layer = liger.patch(nn.ModuleList([twin(plain)]))[0]
     assert patch_report(layer).replaced[""] == KIND
-    calls, op = [], _residual.fused_add_rms_norm
-    monkeypatch.setattr(_residual, "fused_add_rms_norm", lambda *args: calls.append(1) or op(*args))
+    calls, op = [], residual.fused_add_rms_norm
+    monkeypatch.setattr(residual, "fused_add_rms_norm", lambda *args: calls.append(1) or op(*args))
     x = torch.randn(2, 3, 16)
     torch.testing.assert_close(run(layer, x, mask=None), run(plain, x, mask=None), rtol=1e-5, atol=1e-5)
     assert calls == [1]
@@ -199,7 +201,7 @@ def test_layers_that_are_left(forward):
     layer = changed(forward=forward)()
     liger.patch(nn.ModuleList([layer]))
     report = patch_report(layer)
-    assert report.left == {"": _layers.OTHER_FORM}
+    assert report.left == {"": residual_trial.OTHER_FORM}
     assert set(report.replaced.values()) == {"rms_norm"}
 
 
@@ -219,8 +221,8 @@ def test_a_layer_that_is_asked_for_more_runs_as_it_is():
 def test_a_layer_with_a_setting_is_tried_with_it():
     """Granite's multiplier of residuals is 1 in most models."""
     modules = [make("Granite", residual_multiplier=m).model.layers[0] for m in (1.0, 0.5)]
-    assert isinstance(_layers.decoder_layer(modules[0]), AddNormRecipe)
-    assert _layers.decoder_layer(modules[1]) == _layers.OTHER_FORM
+    assert isinstance(residual_trial.decoder_layer(modules[0]), AddNormRecipe)
+    assert residual_trial.decoder_layer(modules[1]) == residual_trial.OTHER_FORM
 
 
 def test_arguments_reach_the_attention():
@@ -279,7 +281,7 @@ def test_checkpointing(name, reentrant):
     model = liger.patch(twin(plain))
     assert list(patch_report(model).replaced.values()).count(KIND) == 2
     expected = step(plain, **batch(), use_cache=False)
-    _checkpointing_names.enable(model, use_reentrant=reentrant)
+    methods.enable(model, use_reentrant=reentrant)
     assert_same_step(step(model, **batch(), use_cache=False), expected)
     assert patch_report(liger.patch(model)).replaced["model.layers.0"] == KIND
     assert_same_step(step(model, **batch(), use_cache=False), expected)
@@ -300,8 +302,8 @@ def test_equal_layers_share_a_trial_unless_they_look_at_their_submodules(monkeyp
     def looking(self, x, mask=None, **kwargs):
         return DecoderLayer.forward(self, x, mask, **kwargs) * self.attention.factor
 
-    trials, run = [], _layers._LayerTrial.recipe
-    monkeypatch.setattr(_layers._LayerTrial, "recipe", lambda self: trials.append(1) or run(self))
+    trials, run = [], residual_trial._LayerTrial.recipe
+    monkeypatch.setattr(residual_trial._LayerTrial, "recipe", lambda self: trials.append(1) or run(self))
     layers = liger.patch(nn.ModuleList(DecoderLayer() for _ in range(3)))
     assert list(patch_report(layers).replaced.values()).count(KIND) == 3
     once = len(trials)
@@ -312,4 +314,4 @@ def test_equal_layers_share_a_trial_unless_they_look_at_their_submodules(monkeyp
     different[0].attention.factor, different[1].attention.factor = 1.0, 2.0
     liger.patch(different)
     assert patch_report(different).replaced["0"] == KIND
-    assert patch_report(different).left == {"1": _layers.OTHER_FORM}
+    assert patch_report(different).left == {"1": residual_trial.OTHER_FORM}

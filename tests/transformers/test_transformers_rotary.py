@@ -8,10 +8,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from liger.transformers import _rotary  # noqa: E402
-from liger.transformers._rename import uses_global  # noqa: E402
-from liger.transformers._rotary import Caller, Function  # noqa: E402
-from liger.transformers._rotations import ComplexRotation, Rotation  # noqa: E402
+from liger.transformers.attention import rotary  # noqa: E402
+from liger.transformers.attention.rotary import Caller, Function  # noqa: E402
+from liger.transformers.attention.rotations import ComplexRotation, Rotation  # noqa: E402
+from liger.transformers.recipe.rename import uses_global  # noqa: E402
 
 NAME = "apply_rotary_pos_emb"
 # Model -> (function, form, tensors, shape of the tensors, shape of the tables, unsqueeze_dim).
@@ -48,12 +48,12 @@ def function_of(model):
 def test_the_forms_of_transformers(model, dtype, monkeypatch):
     original = function_of(model)
     _, form, tensors, shape, table, unsqueeze = FORMS[model]
-    found = _rotary.recognise(original)
+    found = rotary.recognise(original)
     assert isinstance(found, Function)
     # DeepSeek's code reads the whole table in transformers 4.
     assert found.form == form or (model == "deepseek_v3" and found.form == Rotation("split"))
     form = found.form
-    calls, replaced = [], _rotary.rotary_function(original, found)
+    calls, replaced = [], rotary.rotary_function(original, found)
     rotate = type(form).rotate
     monkeypatch.setattr(type(form), "rotate", lambda *args: calls.append(rotate(*args)) or calls[-1])
     xs = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(tensors)]
@@ -120,8 +120,8 @@ def three_tensors(q, k, v, cos, sin, unsqueeze_dim=1):
     "function", [clamped, normalised, scaled_keys, queries_only, stopped, suffix, three_tensors]
 )
 def test_rotations_that_are_left(function):
-    assert isinstance(_rotary.recognise(plain), Function)
-    assert isinstance(_rotary.recognise(function), str)
+    assert isinstance(rotary.recognise(plain), Function)
+    assert isinstance(rotary.recognise(function), str)
 
 
 def test_layouts_that_the_function_does_not_rotate_reach_it():
@@ -132,9 +132,9 @@ def test_layouts_that_the_function_does_not_rotate_reach_it():
         return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
     calls = []
-    found = _rotary.recognise(broadcast)
+    found = rotary.recognise(broadcast)
     assert found.unsqueeze == -3 and (4, 3) not in found.layouts
-    replaced = _rotary.rotary_function(broadcast, found)
+    replaced = rotary.rotary_function(broadcast, found)
     q, k, cos, sin = torch.randn(2, 3, 3, 8), torch.randn(2, 3, 3, 8), torch.randn(3, 8), torch.randn(3, 8)
     expected = broadcast(q, k, cos, sin)
     calls.clear()
@@ -156,7 +156,7 @@ def test_layouts_that_the_function_does_not_rotate_reach_it():
     ids=["one position for all tokens", "one row of keys", "two dtypes", "trained tables"],
 )
 def test_arguments_that_the_op_does_not_take_reach_the_function(change):
-    replaced = _rotary.rotary_function(plain, _rotary.recognise(plain))
+    replaced = rotary.rotary_function(plain, rotary.recognise(plain))
     args = change(
         torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     )
@@ -169,7 +169,7 @@ def test_an_unknown_argument_reaches_the_function():
     def shifted(q, k, cos, sin, unsqueeze_dim=1, shift=0):
         return plain(q, k, cos.roll(shift, -2), sin, unsqueeze_dim)
 
-    replaced = _rotary.rotary_function(shifted, _rotary.recognise(shifted))
+    replaced = rotary.rotary_function(shifted, rotary.recognise(shifted))
     args = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     for options in ({}, {"shift": 0}, {"shift": 1}):
         torch.testing.assert_close(replaced(*args, **options), shifted(*args, **options))
@@ -177,7 +177,7 @@ def test_an_unknown_argument_reaches_the_function():
 
 def test_functions_that_call_a_rotation():
     modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
-    recipe = _rotary.attention(modeling.Gemma4VisionAttention.__new__(modeling.Gemma4VisionAttention))
+    recipe = rotary.attention(modeling.Gemma4VisionAttention.__new__(modeling.Gemma4VisionAttention))
     ((name, found),) = recipe.calls
     assert name == "apply_multidimensional_rope" and isinstance(found, Caller)
     original, x = modeling.apply_multidimensional_rope, torch.randn(2, 3, 4, 8)
@@ -190,7 +190,7 @@ def test_functions_that_call_a_rotation():
 
 def test_both_rotations_of_one_attention_are_replaced():
     modeling = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    recipe = _rotary.attention(modeling.DeepseekV3Attention.__new__(modeling.DeepseekV3Attention))
+    recipe = rotary.attention(modeling.DeepseekV3Attention.__new__(modeling.DeepseekV3Attention))
     assert [name for name, _ in recipe.calls] == [NAME, f"{NAME}_interleave"]
 
 
@@ -212,13 +212,13 @@ def test_a_rotation_that_kernels_has_made_a_module():
 
     Attention.forward.__globals__[NAME] = extensible
     try:
-        recipe = _rotary.attention(Attention())
-        assert recipe is not None and recipe.calls == ((NAME, _rotary.recognise(plain)),)
+        recipe = rotary.attention(Attention())
+        assert recipe is not None and recipe.calls == ((NAME, rotary.recognise(plain)),)
         forward = recipe.members(Attention)["forward"]
         extensible.forward = None  # the op does not need it
         tensors = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         for ours, expected in zip(forward(Attention(), *tensors), plain(*tensors), strict=True):
             torch.testing.assert_close(ours, expected)
     finally:
-        for name in (NAME, _rotary.new_name(NAME)):
+        for name in (NAME, rotary.new_name(NAME)):
             Attention.forward.__globals__.pop(name, None)

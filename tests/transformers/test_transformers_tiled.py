@@ -10,8 +10,9 @@ transformers = pytest.importorskip("transformers")
 from called_ops import CalledOps  # noqa: E402
 from tiny_models import FAMILIES, assert_same_step, batch, make, step, twin  # noqa: E402
 
-from liger.transformers import _checkpointing_names, patch_report  # noqa: E402
-from liger.transformers._modules import TiledMLPRecipe  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
+from liger.transformers.mlp.recipe import TiledMLPRecipe  # noqa: E402
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_gradient_checkpointing(device):
     plain = make("llama", device)
     patched = liger.patch(twin(plain), tiled_mlp=True, tiled_mlp_num_shards=3)
     for model in (plain, patched):
-        _checkpointing_names.enable(model)
+        methods.enable(model)
     assert_same_step(step(patched, **batch(device)), step(plain, **batch(device)))
 
 

@@ -13,9 +13,12 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _behaviour, _norms, _rotary, _trials  # noqa: E402
-from liger.transformers._rotary import Function, rotary_function  # noqa: E402
-from liger.transformers._rotations import Rotation  # noqa: E402
+from liger.transformers.attention import rotary  # noqa: E402
+from liger.transformers.attention.rotary import Function, rotary_function  # noqa: E402
+from liger.transformers.attention.rotations import Rotation  # noqa: E402
+from liger.transformers.mlp import gated_mlp  # noqa: E402
+from liger.transformers.norms import norm  # noqa: E402
+from liger.transformers.recipe import trials  # noqa: E402
 
 ROPE_NAME = "apply_rotary_pos_emb"
 
@@ -70,21 +73,21 @@ class Noise(nn.SiLU):
 
 
 def test_a_plain_mlp_is_taken():
-    assert not isinstance(_behaviour.mlp(MLP(), GATED, True), str)
+    assert not isinstance(gated_mlp.mlp(MLP(), GATED, True), str)
 
 
 @pytest.mark.parametrize("make_mlp", [ClampedInputs, ClampedActivation, ClampedResult, Threshold])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_an_mlp_that_differs_for_some_numbers_is_left(make_mlp, tiled):
     module = make_mlp()
-    found = _behaviour.mlp_to_tile(module, None) if tiled else _behaviour.mlp(module, GATED, True)
+    found = gated_mlp.mlp_to_tile(module, None) if tiled else gated_mlp.mlp(module, GATED, True)
     assert isinstance(found, str) and "it does not compute down(" in found
 
 
 @pytest.mark.parametrize("module", [Dropout(), MLP(Noise())], ids=["dropout", "activation"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_an_mlp_that_is_random_in_training_is_left(module, mode):
-    found = _behaviour.mlp(getattr(module, mode)(), GATED, True)
+    found = gated_mlp.mlp(getattr(module, mode)(), GATED, True)
     assert isinstance(found, str) and "in training" in found
     assert module.act_fn.training == (mode == "train")
 
@@ -102,7 +105,7 @@ class WithDropout(MLP):
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_dropout_of_rate_zero(tiled):
-    assert _behaviour.mlp(WithDropout(0.5), GATED, True) == _trials.IN_TRAINING
+    assert gated_mlp.mlp(WithDropout(0.5), GATED, True) == trials.IN_TRAINING
     model = liger.patch(nn.ModuleList([WithDropout(0.0)]), tiled_mlp=tiled)
     kind = "tiled_mlp" if tiled else "swiglu"
     assert lt.patch_report(model).replaced == {"0": kind}
@@ -123,7 +126,7 @@ class WithStatistics(MLP):
 @pytest.mark.parametrize("tiled", [False, True])
 def test_an_mlp_that_returns_more_is_left(tiled):
     module = WithStatistics()
-    found = _behaviour.mlp_to_tile(module, None) if tiled else _behaviour.mlp(module, GATED, True)
+    found = gated_mlp.mlp_to_tile(module, None) if tiled else gated_mlp.mlp(module, GATED, True)
     assert found == "it does not return one tensor"
 
 
@@ -135,14 +138,14 @@ class Stopped(MLP):
 @pytest.mark.parametrize("tiled", [False, True])
 def test_an_mlp_with_other_gradients_is_left(tiled):
     module = Stopped()
-    found = _behaviour.mlp_to_tile(module, None) if tiled else _behaviour.mlp(module, GATED, True)
+    found = gated_mlp.mlp_to_tile(module, None) if tiled else gated_mlp.mlp(module, GATED, True)
     assert found == "its gradients are not those of the op"
 
 
 def test_a_flag_of_the_module_decides():
     module = ClampedInputs()
     module.limit = float("inf")
-    assert not isinstance(_behaviour.mlp(module, GATED, True), str)
+    assert not isinstance(gated_mlp.mlp(module, GATED, True), str)
 
 
 class RMSNorm(nn.Module):
@@ -172,10 +175,10 @@ class DroppingRMSNorm(RMSNorm):
 
 
 def test_norms_that_differ_for_some_numbers_are_left():
-    assert not isinstance(_norms.norm(RMSNorm()), str)
+    assert not isinstance(norm.norm(RMSNorm()), str)
     for cls in (EpsOutsideRMSNorm, ClampedRMSNorm):
-        assert "it does not compute a root-mean-square" in _norms.norm(cls())
-    assert "in training" in _norms.norm(DroppingRMSNorm())
+        assert "it does not compute a root-mean-square" in norm.norm(cls())
+    assert "in training" in norm.norm(DroppingRMSNorm())
 
 
 def test_heads_that_differ_for_some_numbers_or_in_training_keep_their_loss():
@@ -216,8 +219,8 @@ def test_a_rotation_whose_sine_and_cosine_have_factors_of_their_own():
         return rotate(q, k, angle.cos(), angle.sin(), unsqueeze_dim)
 
     rotate = inspect.getmodule(transformers.LlamaForCausalLM).apply_rotary_pos_emb
-    assert _rotary.recognise(rotate).form == Rotation()
-    assert _rotary.recognise(skewed) == "is not a rotation that liger computes"
+    assert rotary.recognise(rotate).form == Rotation()
+    assert rotary.recognise(skewed) == "is not a rotation that liger computes"
 
 
 def test_trials_take_no_random_numbers_of_dropout():
@@ -231,13 +234,13 @@ def test_trials_take_no_random_numbers_of_dropout():
 
 
 def test_an_error_of_one_scale_counts():
-    exact = _trials.Random().of_all_scales(3, 5)
-    for scale in range(len(_trials.SCALES)):
+    exact = trials.Random().of_all_scales(3, 5)
+    for scale in range(len(trials.SCALES)):
         wrong = exact.clone()
         wrong[scale] *= 1.001
-        assert _trials.error(exact, exact) == 0 and _trials.error(wrong, exact) > 1
+        assert trials.error(exact, exact) == 0 and trials.error(wrong, exact) > 1
         wrong[scale, 0, 0] = torch.nan
-        assert _trials.error(wrong, exact) == float("inf")
+        assert trials.error(wrong, exact) == float("inf")
 
 
 # --- architectures of transformers that are so ----------------------------------------------------------------------
@@ -275,7 +278,7 @@ def test_mlps_of_transformers_that_clamp_are_left(name):
         "hidden_act": "silu",
     }
     module = getattr(modeling, mlp)(transformers.PretrainedConfig(**sizes, **settings), **arguments)
-    assert "it does not compute down(" in _behaviour.mlp(module, GATED, True)
+    assert "it does not compute down(" in gated_mlp.mlp(module, GATED, True)
 
 
 # --- layouts of rotary embeddings -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger
 from liger_cli.demo_sizes import Size
 
-from ..transformers import _checkpointing_names
+from ..transformers.checkpointing import methods
 from ._memory_timeline import record_steps
 
 
@@ -67,7 +67,7 @@ def build_model(size, device):
     with torch.device(device):
         model = LlamaForCausalLM(config).to(getattr(torch, size.dtype))
     if size.gradient_checkpointing:
-        _checkpointing_names.enable(model)
+        methods.enable(model)
     return model.train()
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .._core.dtensor import is_dtensor
-from ..transformers._heads import linear_heads
+from .._core.dtensor.inputs import is_dtensor
+from ..transformers.head.layers import linear_heads
 from ._scores import Scores, score, top1, with_logit_statistics
 from ._transform import Transform, model_without_head
 

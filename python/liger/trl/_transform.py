@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..transformers._heads import linear_heads
+from ..transformers.head.layers import linear_heads
 
 # Where architectures store the softcap of their logits.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

@@ -3,7 +3,7 @@
 import torch
 
 import liger
-from liger._core.declared import declarations, overload
+from liger._core.op.declared import declarations, overload
 
 from .case import HIDDEN, X, add, normal, tensors, with_options
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _checkpointing_names, _patching
+from ..checkpointing import methods
+from ..patching import patch
 from .comparison import Differs, NotRun, both, copied, patched_copy, step
 from .inputs import ERRORS, SOUNDS, batch_for, image_batch, packed, parameters_of
 from .models import NotBuilt, build
@@ -41,14 +42,14 @@ def checkpointing(plain, patched, model_type, class_name):
     for reentrant in (False, True):
         try:
             for model in (plain, patched):
-                _checkpointing_names.enable(model, use_reentrant=reentrant)
+                methods.enable(model, use_reentrant=reentrant)
             if reentrant:
                 for model in (plain, patched):
                     model.enable_input_require_grads()
             both(plain, patched, batch_for(plain))
         finally:
             for model in (plain, patched):
-                _checkpointing_names.disable(model)
+                methods.disable(model)
                 if reentrant:
                     model.disable_input_require_grads()
 
@@ -97,7 +98,7 @@ def _in_evaluation(plain, patched, function):
 
 
 def unpatch(plain, patched, model_type, class_name):
-    restored = _patching.unpatch(copied(patched))
+    restored = patch.unpatch(copied(patched))
     for (name, module), other in zip(restored.named_modules(), plain.modules(), strict=True):
         if type(module) is not type(other):
             raise Differs(f"{name} has another class")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _patching
+from ..patching import patch
 from .inputs import ERRORS
 
 # Loss: relative. Gradients: relative to the largest element of each parameter's gradient.
@@ -37,8 +37,8 @@ def copied(model: nn.Module) -> nn.Module:
 def patched_copy(model: nn.Module) -> nn.Module:
     """A patched copy; where nothing can be patched, as for a model without a known part, a plain one."""
     patched = copied(model)
-    _patching.unpatch(patched)
-    _patching.apply(patched, _patching.Options())
+    patch.unpatch(patched)
+    patch.apply(patched, patch.Options())
     return patched
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import _loss_call, _patching
+from ..head import loss_call
+from ..patching import patch
 from .checks import CHECKS
 from .comparison import Differs, NotRun, patched_copy, step
 from .inputs import ERRORS, batch_for
@@ -15,19 +16,19 @@ from .models import NotBuilt, build
 
 def fused_loss(patched: nn.Module) -> bool:
     """Whether a step of the model computes its loss in the head."""
-    calls, before, batch = [], _loss_call.fused_linear_ce, batch_for(patched)
+    calls, before, batch = [], loss_call.fused_linear_ce, batch_for(patched)
 
     def counted(*args, **kwargs):
         calls.append(1)
         return before(*args, **kwargs)
 
-    _loss_call.fused_linear_ce = counted
+    loss_call.fused_linear_ce = counted
     try:
         step(patched, batch)
     except (NotRun, *ERRORS):
         return False
     finally:
-        _loss_call.fused_linear_ce = before
+        loss_call.fused_linear_ce = before
     return len(calls) == 1
 
 
@@ -38,7 +39,7 @@ def run(model_type: str, class_name: str, names: tuple[str, ...] = tuple(CHECKS)
     except NotBuilt as error:
         return {"type": model_type, "class": class_name, "not built": str(error)}
     patched = patched_copy(plain)
-    report = _patching.patch_report(patched)
+    report = patch.patch_report(patched)
     results = {}
     for name in names:
         try:
