@@ -24,13 +24,14 @@ MODEL_TESTS = tests/transformers/test_transformers_models.py
 JOBS ?= $(shell nproc)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 BENCH_ARGS ?=
+MODELS_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
 FUZZ_CASES ?= 100000
 RELEASE_ARGS ?=
 
-.PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
+.PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench models lint docs clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger_cli demo $(DEMO_ARGS)
@@ -75,7 +76,11 @@ distributed-test:
 
 # Every op beside the peers that are installed, with the liger that is installed: after gpu-test, or after demo.
 bench:
-	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) -m liger_cli bench $(BENCH_ARGS)
+	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) benchmarks/run.py $(BENCH_ARGS)
+
+# What liger.patch replaces in every model of transformers, and whether it is equal; all of them take an hour.
+models:
+	PYTHONPATH=scripts $(PYTHON) -m model_scan $(MODELS_ARGS)
 
 lint:
 	$(PYTHON) -m ruff check

@@ -1,4 +1,4 @@
-"""``python benchmarks/run.py ...`` is ``liger bench ...``: see docs/performance/README.md."""
+"""The benchmark suite: ``python benchmarks/run.py --help``, and docs/performance/README.md."""
 
 import sys
 

@@ -13,8 +13,8 @@ import transformers
 from tiny_models import assert_same_step, fill, step
 
 import liger.transformers as lt
-from liger.transformers.scan import inputs
-from liger.transformers.scan.configs import tiny_config
+from model_scan import inputs
+from model_scan.configs import tiny_config
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import MaskedLMOutput  # noqa: E402
 import liger.transformers as lt  # noqa: E402
 from liger.transformers.head import loss_call  # noqa: E402
 from liger.transformers.head.causal_lm import CHANGED, CHANGED_LABELS, ITSELF  # noqa: E402
-from liger.transformers.scan.comparison import compare as compare_steps  # noqa: E402
+from model_scan.comparison import compare as compare_steps  # noqa: E402
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
 BART = {

@@ -11,7 +11,7 @@ from tiny_models import batch, make, twin
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import liger
-from liger.transformers.scan import models
+from model_scan import models
 
 # Layers of one class that call other submodules, and, in the last type, layers that are left as before.
 MIXED = {

@@ -15,7 +15,6 @@ import liger
 from liger_cli.demo_sizes import Size
 
 from ..transformers.checkpointing import methods
-from ._memory_timeline import record_steps
 
 
 class ResidentMemory:
@@ -110,8 +109,6 @@ def main(run_file):
         print(json.dumps({"step": step, "loss": loss, "seconds": time.perf_counter() - start}), flush=True)
     parameters = sum(p.numel() for p in model.parameters())
     end = {"peak_memory": memory.peak(), "memory_exact": memory.exact, "parameters": parameters}
-    if run["snapshot"]:
-        end["timeline"] = record_steps(model, model, optimizer, batches[:2], device)
     print(json.dumps(end))
 
 

@@ -24,7 +24,6 @@ VARIABLES = {
     "LIGER_LOG": "",
     "LIGER_COMPAT_OVERRIDE": "0 (read by liger.compat)",
     "TRITON_INTERPRET": "0",
-    "LIGER_BENCHMARKS": "benchmarks/ of a checkout (read by liger bench)",
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }

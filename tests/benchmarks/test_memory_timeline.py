@@ -1,11 +1,11 @@
-"""Memory over time, as ``liger demo --snapshot`` draws it: categories of allocations, from records of torch."""
+"""Memory over time, as experiment E6 draws it: categories of allocations, from records of torch."""
 
 import itertools
 
 import pytest
 import torch
 
-from liger.cli import _memory_timeline as memory
+from experiments import memory_timeline as memory
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patching import patch
+from liger.transformers.patching import patch
+
 from .inputs import ERRORS
 
 # Loss: relative. Gradients: relative to the largest element of each parameter's gradient.

@@ -35,7 +35,7 @@ def scan(
     checks: tuple[str, ...] = tuple(CHECKS),
     progress: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> list[dict[str, Any]]:
-    """The reports of :func:`liger.transformers.scan.report.run`, in the order of ``classes``.
+    """The reports of :func:`model_scan.report.run`, in the order of ``classes``.
 
     Args:
         classes: pairs (model type, class name).

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..head import loss_call
-from ..patching import patch
+from liger.transformers.head import loss_call
+from liger.transformers.patching import patch
+
 from .checks import CHECKS
 from .comparison import Differs, NotRun, patched_copy, step
 from .inputs import ERRORS, batch_for

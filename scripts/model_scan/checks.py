@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpointing import methods
-from ..patching import patch
+from liger.transformers.checkpointing import methods
+from liger.transformers.patching import patch
+
 from .comparison import Differs, NotRun, both, copied, patched_copy, step
 from .inputs import ERRORS, SOUNDS, batch_for, image_batch, packed, parameters_of
 from .models import NotBuilt, build

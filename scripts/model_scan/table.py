@@ -11,7 +11,7 @@ from .comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 _INTRODUCTION = """# Models
 
-Written by `liger models --write docs/models.md`, not by hand. transformers {version}: {tried} language model
+Written by `make models MODELS_ARGS="--write docs/models.md"`, not by hand. transformers {version}: {tried} language model
 classes, of which {built} were built as tiny random models; {fused} of these compute their loss in the lm_head.
 
 Every model was compared on the CPU in float32 with a copy that `liger.patch` had changed. **Equal** means: the loss
@@ -46,7 +46,7 @@ COLUMNS = 6
 
 
 def render(reports: list[dict[str, Any]]) -> str:
-    """The page for the reports of :func:`liger.transformers.scan.runner.scan`."""
+    """The page for the reports of :func:`model_scan.runner.scan`."""
     built = [report for report in reports if "not built" not in report]
     reasons = _reasons(built)
     numbers = {reason: number for number, reason in enumerate(reasons, 1)}
