@@ -131,10 +131,10 @@ _COLLECTED = {
 
 # Modules of liger.compat, and names, that need other packages than torch.
 _NEEDED = {
-    "_auto": ("transformers",),
-    "_causal_loss": ("transformers",),
-    "_orpo_trainer": ("transformers", "trl"),
-    "_patching": ("transformers",),
+    "patching.auto": ("transformers",),
+    "losses.causal": ("transformers",),
+    "patching.orpo_trainer": ("transformers", "trl"),
+    "patching.functions": ("transformers",),
     "torch_to_triton_dtype": ("triton",),
 }
 # Names with an underscore that ``from ... import *`` binds all the same.
