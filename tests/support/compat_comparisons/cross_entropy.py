@@ -29,25 +29,25 @@ def loss_and_metrics(logits, target, z=0.0, smoothing=0.0, softcap=None, weight=
 
 
 compare(
-    "_cross_entropy", "LigerCrossEntropyFunction",
+    "losses.cross_entropy", "LigerCrossEntropyFunction",
     lambda f, x, t, w: f.apply(x, t, None, IGNORED, 1e-2, 0.1, "sum", 5.0, True, True, True),
     lambda x, t, w: loss_and_metrics(x, t, 1e-2, 0.1, 5.0, None, "sum"),
     LOGITS, T, CE_WEIGHT,
 )  # fmt: skip
 compare(
-    "_cross_entropy", "liger_cross_entropy",
+    "losses.cross_entropy", "liger_cross_entropy",
     lambda f, x, t, w: f(x, t, w, None, IGNORED, None, "mean", 0.1),
     lambda x, t, w: F.cross_entropy(x, t, w, label_smoothing=0.1),
     LOGITS, T, CE_WEIGHT,
 )  # fmt: skip
 compare(
-    "_cross_entropy", "LigerCrossEntropyLoss",
+    "losses.cross_entropy", "LigerCrossEntropyLoss",
     lambda f, x, t: f(None, IGNORED, 1e-2, 0.1, "none", 5.0, True, True, True)(x, t),
     lambda x, t: loss_and_metrics(x, t, 1e-2, 0.1, 5.0, None, "none"),
     LOGITS, T,
 )  # fmt: skip
 compare(
-    "_functional", "cross_entropy",
+    "functional", "cross_entropy",
     lambda f, x, t, w: f(x, t, w, IGNORED, 0.0, 0.1, "none"),
     lambda x, t, w: (F.cross_entropy(x, t, w, label_smoothing=0.1, reduction="none"), None, None, None),
     LOGITS, T, CE_WEIGHT,
@@ -59,13 +59,13 @@ def lm_head(x, w, b, t, **options):
 
 
 compare(
-    "_cross_entropy", "LigerFusedLinearCrossEntropyFunction",
+    "losses.cross_entropy", "LigerFusedLinearCrossEntropyFunction",
     lambda f, x, w, b, t: f.apply(x, w, t, b, None, IGNORED, 1e-2, 0.1, "mean", 5.0, True, None, False, True, True),
     lambda x, w, b, t: lm_head(x, w, b, t, z=1e-2, smoothing=0.1, softcap=5.0),
     X, W, B, T,
 )  # fmt: skip
 compare(
-    "_functional", "fused_linear_cross_entropy",
+    "functional", "fused_linear_cross_entropy",
     lambda f, x, w, b, t: f(x, w, t, b, None, IGNORED, 0.0, 0.0, "none"),
     lambda x, w, b, t: (F.cross_entropy(F.linear(x, w, b), t, reduction="none"), None, None, None),
     X, W, B, T,
@@ -80,11 +80,11 @@ def token_scaled(x, w, b, t):
 
 
 compare(
-    "_cross_entropy", "liger_fused_linear_cross_entropy",
+    "losses.cross_entropy", "liger_fused_linear_cross_entropy",
     lambda f, x, w, b, t: f(x, w, t, b, use_token_scaling=True), token_scaled, X, W, B, T,
 )  # fmt: skip
 compare(
-    "_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
+    "losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss",
     lambda f, x, w, b, t: f(None, IGNORED, 1e-2, 0.1, "sum", 5.0, True, None, False, True, True)(w, x, t, b),
     lambda x, w, b, t: lm_head(x, w, b, t, z=1e-2, smoothing=0.1, softcap=5.0, reduction="sum"),
     X, W, B, T,
@@ -97,11 +97,11 @@ def with_gradients(x, w, b, t):
 
 
 compare(
-    "_cross_entropy", "fused_linear_cross_entropy_forward",
+    "losses.cross_entropy", "fused_linear_cross_entropy_forward",
     lambda f, x, w, b, t: f(x, w, t, None, b), with_gradients, X, W, B, T,
 )  # fmt: skip
 compare(
-    "_cross_entropy", "fused_linear_cross_entropy_backward",
+    "losses.cross_entropy", "fused_linear_cross_entropy_backward",
     lambda f, x, w, b: f(torch.tensor(3.0), x, w, None),
     lambda x, w, b: (3 * x, 3 * w, None),
     X, W, B,
@@ -118,7 +118,7 @@ def scaled(x, w, t):
 
 
 compare(
-    "_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction",
+    "losses.cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction",
     lambda f, x, w, t: f.apply(x, w, t, 1.7, IGNORED, 1, True, SELECTED), scaled, X, W, T,
 )  # fmt: skip
 
@@ -143,21 +143,21 @@ def scaled_with_gradients(x, w, t):
 
 
 for _name in ("LigerFusedLinearScaledCrossEntropyTPFunction", "liger_fused_linear_scaled_cross_entropy_tp"):
-    compare("_cross_entropy", _name, of_one_process, scaled_with_gradients, X, W, T)
+    compare("losses.cross_entropy", _name, of_one_process, scaled_with_gradients, X, W, T)
 compare(
-    "_cross_entropy", "LigerVocabParallelCEFunction",
+    "losses.cross_entropy", "LigerVocabParallelCEFunction",
     lambda f, x, t: f.apply(x, t, None, IGNORED, 0.1, "pytorch", "global"),
     lambda x, t: F.cross_entropy(x.flatten(0, 1), t.flatten(), label_smoothing=0.1, reduction="none").view_as(t),
     random(3, 2, 11), classes(3, 2),
 )  # fmt: skip
 compare(
-    "_cross_entropy", "LigerVocabParallelCrossEntropy",
+    "losses.cross_entropy", "LigerVocabParallelCrossEntropy",
     lambda f, x, t: f(IGNORED, 0.1)(x, t),
     lambda x, t: F.cross_entropy(x.flatten(0, 1), t.flatten(), label_smoothing=0.1, reduction="none").view_as(t),
     random(3, 2, 11), classes(3, 2),
 )  # fmt: skip
 compare(
-    "_cross_entropy", "fused_selective_log_softmax",
+    "losses.cross_entropy", "fused_selective_log_softmax",
     lambda f, x, ids, mask: f(x, ids, 0.7, mask),
     lambda x, ids, mask: (
         (x[:, :-1].detach() / 0.7).log_softmax(-1).gather(-1, ids[:, -4:, None])[..., 0] * mask[:, -4:]
@@ -165,7 +165,7 @@ compare(
     random(3, 5, 11), classes(3, 6, ignored=0), (classes(3, 6, seed=3, ignored=0) > 3).long(),
 )  # fmt: skip
 compare(
-    "_cross_entropy", "CrossEntropyOutput",
+    "losses.cross_entropy", "CrossEntropyOutput",
     lambda f, x: f(loss=x), lambda x: (x, None, None, None), random(1),
 )  # fmt: skip
 
@@ -177,11 +177,11 @@ def causal(x, w, labels):
 
 
 compare(
-    "_causal_loss", "LigerForCausalLMLoss",
+    "losses.causal", "LigerForCausalLMLoss",
     lambda f, x, w, labels: f(x, w, labels, 8, 5, cu_seq_lens_q=None), causal, HIDDEN, W, LABELS,
 )  # fmt: skip
 compare(
-    "_causal_loss", "fixed_fused_linear_cross_entropy",
+    "losses.causal", "fixed_fused_linear_cross_entropy",
     lambda f, x, w, t: f(x, w, t, torch.tensor(4), IGNORED, 5.0, return_token_accuracy=True),
     lambda x, w, t: (
         loss_and_metrics(x @ w.T, t, softcap=5.0, reduction="sum")[0] / 4, None, loss_and_metrics(x @ w.T, t)[2], None,
@@ -189,6 +189,6 @@ compare(
     X, W, T,
 )  # fmt: skip
 compare(
-    "_causal_loss", "unpack_cross_entropy_result",
+    "losses.causal", "unpack_cross_entropy_result",
     lambda f, x: f((x, 2 * x)), lambda x: (x, 2 * x, None, None), random(1),
 )  # fmt: skip

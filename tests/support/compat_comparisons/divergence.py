@@ -45,15 +45,15 @@ def heads(formula, temperature=1.0):
 
 
 compare(
-    "_divergence", "LigerJSDFunction", lambda f, q, p, t: f.apply(q, p, t, 0.3, IGNORED),
+    "losses.divergence", "LigerJSDFunction", lambda f, q, p, t: f.apply(q, p, t, 0.3, IGNORED),
     lambda q, p, t: mean(jsd_rows(q, p, 0.3), t), LOG_Q, LOG_P, T,
 )  # fmt: skip
 compare(
-    "_divergence", "liger_jsd", lambda f, q, p, t: f(q, p, t, 0.3, IGNORED),
+    "losses.divergence", "liger_jsd", lambda f, q, p, t: f(q, p, t, 0.3, IGNORED),
     lambda q, p, t: mean(jsd_rows(q, p, 0.3), t), LOG_Q, LOG_P, T,
 )  # fmt: skip
 compare(
-    "_functional",
+    "functional",
     "jsd",
     lambda f, q, p: f(q, p, None, 0.3),
     lambda q, p: jsd_rows(q, p, 0.3).mean(),
@@ -61,37 +61,37 @@ compare(
     LOG_P,
 )
 compare(
-    "_divergence", "LigerJSD", lambda f, q, p, t: f(0.3)(q, p, t),
+    "losses.divergence", "LigerJSD", lambda f, q, p, t: f(0.3)(q, p, t),
     lambda q, p, t: mean(jsd_rows(q, p, 0.3), t), LOG_Q, LOG_P, T,
 )  # fmt: skip
 HEADS = X, W, TEACHER_X, TEACHER_W, T
 JSD_OF_HEADS = heads(lambda q, p, t: mean(jsd_rows(q, p, 0.3), t), 1.5)
 compare(
-    "_divergence", "LigerFusedLinearJSDFunction",
+    "losses.divergence", "LigerFusedLinearJSDFunction",
     lambda f, x, w, tx, tw, t: f.apply(x, w, tx, tw, t, 0.3, IGNORED, 1.5), JSD_OF_HEADS, *HEADS,
 )  # fmt: skip
 compare(
-    "_divergence", "liger_fused_linear_jsd", lambda f, x, w, tx, tw, t: f(x, w, tx, tw, t, 0.3, IGNORED, 1.5),
+    "losses.divergence", "liger_fused_linear_jsd", lambda f, x, w, tx, tw, t: f(x, w, tx, tw, t, 0.3, IGNORED, 1.5),
     JSD_OF_HEADS, *HEADS,
 )  # fmt: skip
 compare(
-    "_functional", "fused_linear_jsd", lambda f, x, w, tx, tw, t: f(x, w, tx, tw, t, 0.3, IGNORED, 1.5),
+    "functional", "fused_linear_jsd", lambda f, x, w, tx, tw, t: f(x, w, tx, tw, t, 0.3, IGNORED, 1.5),
     JSD_OF_HEADS, *HEADS,
 )  # fmt: skip
 compare(
-    "_divergence", "LigerFusedLinearJSD", lambda f, x, w, tx, tw, t: f(0.3, IGNORED, 1.5)(x, w, tx, tw, t),
+    "losses.divergence", "LigerFusedLinearJSD", lambda f, x, w, tx, tw, t: f(0.3, IGNORED, 1.5)(x, w, tx, tw, t),
     JSD_OF_HEADS, *HEADS,
 )  # fmt: skip
 compare(
-    "_divergence", "LigerKLDivLossFunction", lambda f, q, p: (f.apply(q, p), f.apply(q, p.log(), "mean", True)),
+    "losses.divergence", "LigerKLDivLossFunction", lambda f, q, p: (f.apply(q, p), f.apply(q, p.log(), "mean", True)),
     lambda q, p: (F.kl_div(q, p, reduction="batchmean"), F.kl_div(q, p, reduction="none").mean()), LOG_Q, P,
 )  # fmt: skip
 compare(
-    "_divergence", "liger_kl_div", lambda f, q, p: (f(q, p), f(q, p, reduction="none")),
+    "losses.divergence", "liger_kl_div", lambda f, q, p: (f(q, p), f(q, p, reduction="none")),
     lambda q, p: (F.kl_div(q, p, reduction="none").mean(), F.kl_div(q, p, reduction="none")), LOG_Q, P,
 )  # fmt: skip
 compare(
-    "_functional",
+    "functional",
     "kl_div",
     lambda f, q, p: f(q, p, "sum"),
     lambda q, p: F.kl_div(q, p, reduction="sum"),
@@ -99,7 +99,7 @@ compare(
     P,
 )
 compare(
-    "_divergence", "LigerKLDIVLoss", lambda f, q, p: f(1e-10, reduction="batchmean", log_target=True)(q, p),
+    "losses.divergence", "LigerKLDIVLoss", lambda f, q, p: f(1e-10, reduction="batchmean", log_target=True)(q, p),
     lambda q, p: F.kl_div(q, p, reduction="batchmean", log_target=True), LOG_Q, LOG_P,
 )  # fmt: skip
 
@@ -110,24 +110,24 @@ def kl_of_head(x, w, p, t):
 
 
 compare(
-    "_divergence", "LigerFusedLinearKLDivFunction",
+    "losses.divergence", "LigerFusedLinearKLDivFunction",
     lambda f, x, w, p, t: f.apply(x, w, p, t, "batchmean", IGNORED, 1.5), kl_of_head, X, W, P, T,
 )  # fmt: skip
 compare(
-    "_divergence", "liger_fused_linear_kl_div",
+    "losses.divergence", "liger_fused_linear_kl_div",
     lambda f, x, w, p, t: f(x, w, p, t, "mean", IGNORED, 1.5) * 11, kl_of_head, X, W, P, T,
 )  # fmt: skip
 compare(
-    "_divergence", "LigerFusedLinearKLDivLoss",
+    "losses.divergence", "LigerFusedLinearKLDivLoss",
     lambda f, x, w, p, t: f("batchmean", IGNORED, 1.5)(x, w, p, t), kl_of_head, X, W, P, T,
 )  # fmt: skip
 compare(
-    "_divergence", "LigerTVDLossFunction",
+    "losses.divergence", "LigerTVDLossFunction",
     lambda f, q, p, t: (f.apply(q, p, t), f.apply(q, p, None, "sum"), f.apply(q, p, None, "none")),
     lambda q, p, t: (mean(tvd_rows(q, p), t), tvd_rows(q, p).sum(), 0.5 * (q - p).abs()), Q, P, T,
 )  # fmt: skip
 compare(
-    "_divergence",
+    "losses.divergence",
     "liger_tvd",
     lambda f, q, p, t: f(q, p, t),
     lambda q, p, t: mean(tvd_rows(q, p), t) / 11,
@@ -136,7 +136,7 @@ compare(
     T,
 )
 compare(
-    "_divergence",
+    "losses.divergence",
     "LigerTVDLoss",
     lambda f, q, p, t: f()(q, p, t),
     lambda q, p, t: mean(tvd_rows(q, p), t),
@@ -154,9 +154,17 @@ def ce_tvd(student, teacher, t):
 
 
 compare(
-    "_divergence", "LigerFusedCETVDFunction", lambda f, s, p, t: f.apply(s, p, t), ce_tvd, LOGITS, TEACHER, T
+    "losses.divergence",
+    "LigerFusedCETVDFunction",
+    lambda f, s, p, t: f.apply(s, p, t),
+    ce_tvd,
+    LOGITS,
+    TEACHER,
+    T,
 )
-compare("_divergence", "LigerFusedCETVDLoss", lambda f, s, p, t: f()(s, p, t), ce_tvd, LOGITS, TEACHER, T)
+compare(
+    "losses.divergence", "LigerFusedCETVDLoss", lambda f, s, p, t: f()(s, p, t), ce_tvd, LOGITS, TEACHER, T
+)
 
 
 # --- losses with labels -------------------------------------------------------------------------------------------
@@ -178,15 +186,15 @@ COSINE_WITH_LABELS = with_labels(lambda s, p: 0.4 * (1 - F.cosine_similarity(s, 
 ARGUMENTS = 0.3, 0.7, 0.4, IGNORED, 1.5, True, 4, True
 for _name, _formula in (("JSD", JSD_WITH_LABELS), ("CosineSimilarity", COSINE_WITH_LABELS)):
     compare(
-        "_distillation", f"LigerFusedLinear{_name}Function",
+        "losses.distillation", f"LigerFusedLinear{_name}Function",
         lambda f, x, w, tx, tw, t: f.apply(x, w, tx, tw, t, None, None, *ARGUMENTS), _formula, *HEADS,
     )  # fmt: skip
     compare(
-        "_distillation", f"LigerFusedLinear{_name}Loss",
+        "losses.distillation", f"LigerFusedLinear{_name}Loss",
         lambda f, x, w, tx, tw, t: f(*ARGUMENTS)(x, w, tx, tw, t), _formula, *HEADS,
     )  # fmt: skip
     compare(
-        "_distillation", f"liger_fused_linear_{'jsd' if _name == 'JSD' else 'cosine'}",
+        "losses.distillation", f"liger_fused_linear_{'jsd' if _name == 'JSD' else 'cosine'}",
         lambda f, x, w, tx, tw, t: f(x, w, tx, tw, t, None, None, *ARGUMENTS), _formula, *HEADS,
     )  # fmt: skip
 
@@ -218,7 +226,7 @@ def own_loss_formula(x, w, tx, tw, t, bias):
 
 
 compare(
-    "_distillation_base", "LigerFusedLinearDistillationBase",
+    "losses.distillation_base", "LigerFusedLinearDistillationBase",
     lambda f, *tensors: own_loss(f).apply(*tensors), own_loss_formula, *HEADS, random(11, seed=9),
 )  # fmt: skip
 assert classes(9).equal(T)

@@ -24,8 +24,8 @@ def added(x, r, w):
     return rms(x + r, w, 1e-5, 1.0), x + r
 
 
-compare("_rows", "LigerRMSNormFunction", lambda f, x, w: f.apply(x, w, *NORM), gemma, X, W)
-compare("_rows", "liger_rms_norm", lambda f, x, w: f(x, w, *NORM), gemma, X, W)
+compare("layers.rows", "LigerRMSNormFunction", lambda f, x, w: f.apply(x, w, *NORM), gemma, X, W)
+compare("layers.rows", "liger_rms_norm", lambda f, x, w: f(x, w, *NORM), gemma, X, W)
 
 
 def rms_forward(x, w):
@@ -40,9 +40,9 @@ def rms_backward(grad, x, w, rstd):
 
 GRADIENT = random(2, 5, 8, seed=4, grad=False)
 RSTD = torch.rsqrt(X.detach().square().mean(-1) + 1e-5).flatten()
-compare("_rows", "rms_norm_forward", lambda f, x, w: f(x, w, *NORM, None), rms_forward, X, W)
+compare("layers.rows", "rms_norm_forward", lambda f, x, w: f(x, w, *NORM, None), rms_forward, X, W)
 compare(
-    "_rows",
+    "layers.rows",
     "rms_norm_backward",
     lambda f, grad, x, w, rstd: f(grad, x.flatten(0, 1), w, rstd, *NORM[1:], 8, 4, True, None),
     rms_backward,
@@ -51,19 +51,21 @@ compare(
     W,
     RSTD,
 )
-compare("_functional", "rms_norm", lambda f, x, w: f(x, w, *NORM[:1], offset=1.0), gemma, X, W)
-compare("_rows", "LigerFusedAddRMSNormFunction", lambda f, x, r, w: f.apply(x, r, w, *NORM), added, X, R, W)
-compare("_rows", "liger_fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
-compare("_functional", "fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
+compare("functional", "rms_norm", lambda f, x, w: f(x, w, *NORM[:1], offset=1.0), gemma, X, W)
+compare(
+    "layers.rows", "LigerFusedAddRMSNormFunction", lambda f, x, r, w: f.apply(x, r, w, *NORM), added, X, R, W
+)
+compare("layers.rows", "liger_fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
+compare("functional", "fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
 
 
 def layer(x, w, b):
     return F.layer_norm(x, (8,), w, b, 1e-5)
 
 
-compare("_rows", "LigerLayerNormFunction", lambda f, x, w, b: f.apply(x, w, b, 1e-5), layer, X, W, B)
-compare("_rows", "liger_layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
-compare("_functional", "layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
+compare("layers.rows", "LigerLayerNormFunction", lambda f, x, w, b: f.apply(x, w, b, 1e-5), layer, X, W, B)
+compare("layers.rows", "liger_layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
+compare("functional", "layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
 
 
 def group(x, w, b):
@@ -72,9 +74,15 @@ def group(x, w, b):
 
 IMAGE = random(2, 8, 3)
 compare(
-    "_rows", "LigerGroupNormFunction", lambda f, x, w, b: f.apply(x, w, b, 8, 4, 1e-5), group, IMAGE, W, B
+    "layers.rows",
+    "LigerGroupNormFunction",
+    lambda f, x, w, b: f.apply(x, w, b, 8, 4, 1e-5),
+    group,
+    IMAGE,
+    W,
+    B,
 )
-compare("_rows", "liger_group_norm", lambda f, x, w, b: f(x, w, b, 8, 4, 1e-5), group, IMAGE, W, B)
+compare("layers.rows", "liger_group_norm", lambda f, x, w, b: f(x, w, b, 8, 4, 1e-5), group, IMAGE, W, B)
 
 
 def silu_mul(a, b):
@@ -89,31 +97,31 @@ def multiplied(a, b):
     return F.silu(0.5 * a) * b * 3
 
 
-compare("_rows", "LigerSiLUMulFunction", lambda f, a, b: f.apply(a, b, 0.5, 3.0), multiplied, X, R)
-compare("_functional", "swiglu", lambda f, a, b: f(a, b, 0.5, 3.0), multiplied, X, R)
-compare("_rows", "liger_swiglu", lambda f, a, b: f(a, b), silu_mul, X, R)
+compare("layers.rows", "LigerSiLUMulFunction", lambda f, a, b: f.apply(a, b, 0.5, 3.0), multiplied, X, R)
+compare("functional", "swiglu", lambda f, a, b: f(a, b, 0.5, 3.0), multiplied, X, R)
+compare("layers.rows", "liger_swiglu", lambda f, a, b: f(a, b), silu_mul, X, R)
 compare(
-    "_rows",
+    "layers.rows",
     "LigerFusedGateUpSiLUMulFunction",
     lambda f, x: f.apply(x),
     lambda x: silu_mul(*x.chunk(2, -1)),
     X,
 )
-compare("_rows", "LigerGELUMulFunction", lambda f, a, b: f.apply(a, b), gelu_mul, X, R)
-compare("_rows", "liger_geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
-compare("_functional", "geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
-compare("_rows", "LigerSoftmaxFunction", lambda f, x: f.apply(x), lambda x: x.softmax(-1), X)
-compare("_rows", "liger_softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
-compare("_functional", "softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
-compare("_rows", "LigerReLUSquaredFunction", lambda f, x: f.apply(x), lambda x: x.relu().square(), X)
-compare("_rows", "liger_relu_squared", lambda f, x: f(x), lambda x: x.relu().square(), X)
+compare("layers.rows", "LigerGELUMulFunction", lambda f, a, b: f.apply(a, b), gelu_mul, X, R)
+compare("layers.rows", "liger_geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
+compare("functional", "geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
+compare("layers.rows", "LigerSoftmaxFunction", lambda f, x: f.apply(x), lambda x: x.softmax(-1), X)
+compare("layers.rows", "liger_softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
+compare("functional", "softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
+compare("layers.rows", "LigerReLUSquaredFunction", lambda f, x: f.apply(x), lambda x: x.relu().square(), X)
+compare("layers.rows", "liger_relu_squared", lambda f, x: f(x), lambda x: x.relu().square(), X)
 LINEAR = nn.Linear(8, 8)
 compare(
-    "_rows", "LigerTiledMLPFunction", lambda f, x: f.apply(lambda m, x: m(x).tanh(), LINEAR, x, 3),
+    "layers.rows", "LigerTiledMLPFunction", lambda f, x: f.apply(lambda m, x: m(x).tanh(), LINEAR, x, 3),
     lambda x: LINEAR(x).tanh(), X,
 )  # fmt: skip
 compare(
-    "_rows",
+    "layers.rows",
     "apply_tiled_mlp",
     lambda f, x: f(lambda m, x: m(x).tanh(), LINEAR, x),
     lambda x: LINEAR(x).tanh(),
@@ -136,7 +144,7 @@ def module_of(f, *arguments, weights=()):
 
 def norm_case(name, offset, *arguments):
     compare(
-        "_norms", name, lambda f, x, w: module_of(f, 8, 1e-5, *arguments, weights=[("weight", w)])(x),
+        "layers.norms", name, lambda f, x, w: module_of(f, 8, 1e-5, *arguments, weights=[("weight", w)])(x),
         lambda x, w: rms(x, w, 1e-5, offset), X, W,
     )  # fmt: skip
 
@@ -147,19 +155,19 @@ for _name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next", "MuseGlimmerTextCentered
 for _name in ("Gemma4", "Olmo2", "Glm4", "MuseGlimmer"):
     norm_case(f"LigerRMSNormFor{_name}", 0.0)
 compare(
-    "_norms", "LigerFusedAddRMSNorm",
+    "layers.norms", "LigerFusedAddRMSNorm",
     lambda f, x, r, w: module_of(f, 8, 1e-5, 1.0, "gemma", weights=[("weight", w)])(x, r), added, X, R, W,
 )  # fmt: skip
 compare(
-    "_norms", "LigerLayerNorm",
+    "layers.norms", "LigerLayerNorm",
     lambda f, x, w, b: module_of(f, 8, 1e-5, True, weights=[("weight", w), ("bias", b)])(x), layer, X, W, B,
 )  # fmt: skip
 compare(
-    "_norms", "LigerGroupNorm",
+    "layers.norms", "LigerGroupNorm",
     lambda f, x, w, b: module_of(f, 8, 4, 1e-5, True, weights=[("weight", w), ("bias", b)])(x), group, IMAGE, W, B,
 )  # fmt: skip
-compare("_norms", "LigerSoftmax", lambda f, x: f()(x), lambda x: x.softmax(-1), X)
-compare("_norms", "LigerReLUSquared", lambda f, x: f()(x), lambda x: x.relu().square(), X)
+compare("layers.norms", "LigerSoftmax", lambda f, x: f()(x), lambda x: x.softmax(-1), X)
+compare("layers.norms", "LigerReLUSquared", lambda f, x: f()(x), lambda x: x.relu().square(), X)
 
 GATE, UP, DOWN, PACKED = random(12, 8), random(12, 8, seed=4), random(8, 12), random(24, 8)
 
@@ -179,7 +187,7 @@ def gated(product, names="gate_proj up_proj down_proj"):
 def mlp_case(names, config, product, projections="gate_proj up_proj down_proj"):
     ours, formula = gated(product, projections)
     compare(
-        "_mlps", names, lambda f, *tensors: ours(config, f, *tensors), formula, X, GATE, UP, DOWN
+        "layers.mlps", names, lambda f, *tensors: ours(config, f, *tensors), formula, X, GATE, UP, DOWN
     )  # fmt: skip
 
 
@@ -190,7 +198,7 @@ mlp_case("LigerFalconH1SwiGLUMLP", Config(mlp_multipliers=(0.5, 3.0)), multiplie
 mlp_case("LigerGEGLUMLP LigerGEGLUMLPForGemma4 LigerTiledGEGLUMLP", GELU, gelu_mul)
 mlp_case("LigerBlockSparseTop2MLP", SILU, silu_mul, "w1 w3 w2")
 compare(
-    "_mlps", "LigerPhi3SwiGLUMLP",
+    "layers.mlps", "LigerPhi3SwiGLUMLP",
     lambda f, x, p, d: module_of(f, SILU, weights=[("gate_up_proj.weight", p), ("down_proj.weight", d)])(x),
     lambda x, p, d: silu_mul(*(x @ p.T).chunk(2, -1)) @ d.T, X, PACKED, DOWN,
 )  # fmt: skip
@@ -209,7 +217,7 @@ def mixture(x, gate_up, down, shares):
 
 
 compare(
-    "_experts", "LigerFusedMoEFunction", lambda f, x, g, d, s: f.apply(x, g, d, EXPERTS.int(), s), mixture,
+    "layers.experts", "LigerFusedMoEFunction", lambda f, x, g, d, s: f.apply(x, g, d, EXPERTS.int(), s), mixture,
     TOKENS, *STACKED, SHARES,
 )  # fmt: skip
 
@@ -221,7 +229,7 @@ def experts(f, x, gate_up, down, shares):
     return module(x[None], EXPERTS, shares)[0]
 
 
-compare("_experts", "LigerExperts", experts, mixture, TOKENS, *STACKED, SHARES)
+compare("layers.experts", "LigerExperts", experts, mixture, TOKENS, *STACKED, SHARES)
 
 
 # --- rotary embeddings --------------------------------------------------------------------------------------------
@@ -242,11 +250,11 @@ def both(q, k, cos, sin):
     return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
 
 
-compare("_rope", "LigerRopeFunction", lambda f, q, k, c, s: f.apply(q, k, c, s), both, Q, K, COS, SIN)
+compare("layers.rope", "LigerRopeFunction", lambda f, q, k, c, s: f.apply(q, k, c, s), both, Q, K, COS, SIN)
 for _name in ("liger_rotary_pos_emb", "liger_rope"):
     # Tables for a part of the head, with a dimension of size 1 for the heads.
     compare(
-        "_rope", _name, lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]), both, Q, K,
+        "layers.rope", _name, lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]), both, Q, K,
         COS[..., [0, 1, 4, 5]], SIN[..., [0, 1, 4, 5]],
     )  # fmt: skip
 
@@ -260,7 +268,7 @@ def rope_backward(dq, dk, cos, sin):
 
 
 compare(
-    "_rope",
+    "layers.rope",
     "rope_forward",
     lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]),
     rope_forward,
@@ -270,7 +278,7 @@ compare(
     SIN,
 )
 compare(
-    "_rope",
+    "layers.rope",
     "rope_backward",
     lambda f, dq, dk, c, s: f(dq, dk, c, s),
     rope_backward,
@@ -279,9 +287,9 @@ compare(
     COS,
     SIN,
 )
-compare("_functional", "rope", lambda f, q, k, c, s: f(q, k, c, s, None, 1), both, Q, K, COS, SIN)
+compare("functional", "rope", lambda f, q, k, c, s: f(q, k, c, s, None, 1), both, Q, K, COS, SIN)
 compare(
-    "_rope",
+    "layers.rope",
     "liger_rotary_pos_emb_gpt_oss",
     lambda f, q, k, c, s: f(q, k, c[..., :4], s[..., :4]),
     both,
@@ -291,7 +299,7 @@ compare(
     SIN,
 )
 compare(
-    "_rope", "liger_rotary_pos_emb_vision", lambda f, q, k, c, s: f(q, k, c, s),
+    "layers.rope", "liger_rotary_pos_emb_vision", lambda f, q, k, c, s: f(q, k, c, s),
     lambda q, k, c, s: (rotate(q, c[:, None], s[:, None]), rotate(k, c[:, None], s[:, None])),
     random(5, 3, 8), random(5, 3, 8, seed=1), COS[0], SIN[0],
 )  # fmt: skip
@@ -311,7 +319,7 @@ for _name, _ours in (
     ("liger_qwen2vl_mrope", lambda f, *tensors: f(*tensors, [2, 1, 1], 1)),
 ):
     compare(
-        "_rope", _name, _ours, multimodal, Q, K, *(torch.stack((t, 2 * t, 3 * t)) for t in (COS, SIN))
+        "layers.rope", _name, _ours, multimodal, Q, K, *(torch.stack((t, 2 * t, 3 * t)) for t in (COS, SIN))
     )  # fmt: skip
 
 
@@ -325,9 +333,18 @@ def complex_product(q, k, freqs):
 
 FREQS = torch.polar(torch.ones(5, 4), ANGLES[0])
 HEADS_LAST = random(2, 5, 3, 8), random(2, 5, 1, 8)
-compare("_rope", "LigerLlama4RopeFunction", lambda f, *t: f.apply(*t), complex_product, *HEADS_LAST, FREQS)
-compare("_rope", "liger_llama4_text_rotary_pos_emb", lambda f, *t: f(*t), complex_product, *HEADS_LAST, FREQS)
 compare(
-    "_rope", "liger_llama4_vision_rotary_pos_emb", lambda f, *t: f(*t), complex_product, *HEADS_LAST,
+    "layers.rope", "LigerLlama4RopeFunction", lambda f, *t: f.apply(*t), complex_product, *HEADS_LAST, FREQS
+)
+compare(
+    "layers.rope",
+    "liger_llama4_text_rotary_pos_emb",
+    lambda f, *t: f(*t),
+    complex_product,
+    *HEADS_LAST,
+    FREQS,
+)
+compare(
+    "layers.rope", "liger_llama4_vision_rotary_pos_emb", lambda f, *t: f(*t), complex_product, *HEADS_LAST,
     FREQS.real.clone()[:, None],
 )  # fmt: skip

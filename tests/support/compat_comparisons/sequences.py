@@ -48,15 +48,15 @@ def pair_cases(kind, ours_options, formula, apply_options, *more):
         return flat(formula(x, w, b, t))
 
     compare(
-        "_preference", f"{name}Loss", lambda f, x, w, b, t, *rest: flat(f(*ours_options)(w, x, t, b, *rest)), expected,
-        *tensors,
-    )  # fmt: skip
-    compare(
-        "_preference", f"{name}Function", lambda f, x, w, b, t, *rest: flat(f.apply(x, w, t, b, *rest, *apply_options)),
+        "losses.preference", f"{name}Loss", lambda f, x, w, b, t, *rest: flat(f(*ours_options)(w, x, t, b, *rest)),
         expected, *tensors,
     )  # fmt: skip
     compare(
-        "_preference", lower, lambda f, x, w, b, t, *rest: flat(f(x, w, t, b, *rest, *apply_options)), expected,
+        "losses.preference", f"{name}Function",
+        lambda f, x, w, b, t, *rest: flat(f.apply(x, w, t, b, *rest, *apply_options)), expected, *tensors,
+    )  # fmt: skip
+    compare(
+        "losses.preference", lower, lambda f, x, w, b, t, *rest: flat(f(x, w, t, b, *rest, *apply_options)), expected,
         *tensors,
     )  # fmt: skip
 
@@ -108,15 +108,15 @@ def kto(x, w, b, t, kl):
 KL = torch.tensor(0.2)
 REST = (*REFERENCE, None)
 compare(
-    "_preference", "LigerFusedLinearKTOLoss",
+    "losses.preference", "LigerFusedLinearKTOLoss",
     lambda f, x, w, b, t, kl: flat(f(IGNORED, 0.3, True, True)(x, w, t, b, DESIRABLE, *REST, kl)), kto, X, W, B, T, KL,
 )  # fmt: skip
 compare(
-    "_preference", "LigerFusedLinearKTOFunction",
+    "losses.preference", "LigerFusedLinearKTOFunction",
     lambda f, x, w, b, t, kl: flat(f.apply(x, w, t, DESIRABLE, b, *REST, kl, IGNORED, 0.3)), kto, X, W, B, T, KL,
 )  # fmt: skip
 compare(
-    "_preference", "liger_fused_linear_kto",
+    "losses.preference", "liger_fused_linear_kto",
     lambda f, x, w, b, t, kl: flat(f(x, w, t, DESIRABLE, b, *REST, kl, IGNORED, 0.3)), kto, X, W, B, T, KL,
 )  # fmt: skip
 
@@ -151,14 +151,14 @@ def grpo(x, w, b):
 
 GIVEN = REF, OLD, None, None, None
 compare(
-    "_policy", "LigerFusedLinearGRPOLoss",
+    "losses.policy", "LigerFusedLinearGRPOLoss",
     lambda f, x, w, b: flat(f(0.3, True, True, 1, 0.1, 0.2)(x, w, IDS, MASK, ADVANTAGES, b, *GIVEN)), grpo, X, W, B,
 )  # fmt: skip
 compare(
-    "_policy", "LigerFusedLinearGRPOFunction",
+    "losses.policy", "LigerFusedLinearGRPOFunction",
     lambda f, x, w, b: flat(f.apply(x, w, IDS, MASK, ADVANTAGES, b, *GIVEN, 0.3, 0.1, 0.2)), grpo, X, W, B,
 )  # fmt: skip
 compare(
-    "_policy", "liger_fused_linear_grpo",
+    "losses.policy", "liger_fused_linear_grpo",
     lambda f, x, w, b: flat(f(x, w, IDS, MASK, ADVANTAGES, b, *GIVEN, 0.3, 0.1, 0.2)), grpo, X, W, B,
 )  # fmt: skip
