@@ -17,7 +17,7 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix) csrc/*/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
-OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/ops/test_%.py,$(wildcard triton_kernels/*.py)))
+OP_TESTS = $(wildcard $(foreach op,$(notdir $(wildcard triton_kernels/*.py)),tests/ops/test_$(op) tests/ops/*/test_$(op)))
 # One file with many minutes of slow tests, which --dist loadfile leaves to one process.
 MODEL_TESTS = tests/transformers/test_transformers_models.py
 # Tests run side by side, one thread each.

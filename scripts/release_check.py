@@ -26,7 +26,7 @@ WORK = ROOT / "build/release"
 # A selection that runs in a minute: the schemas, and ops of several families with the torch backend.
 TESTS = [
     "tests/packaging/test_schemas.py",
-    *(f"tests/ops/test_{op}.py" for op in ("rms_norm", "rope", "cross_entropy")),
+    *(f"tests/ops/{op}.py" for op in ("norms/test_rms_norm", "rope/test_rope", "logits/test_cross_entropy")),
 ]
 
 

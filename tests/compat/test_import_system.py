@@ -13,7 +13,7 @@ DISTRIBUTION = ROOT / "compat"
 
 
 # Its sitecustomize.py hides an installed liger-kernel.
-HIDING = ROOT / "tests" / "support" / "without_liger_kernel"
+HIDING = ROOT / "tests/support/processes/without_liger_kernel"
 
 
 def another_is_installed():

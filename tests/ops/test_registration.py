@@ -83,8 +83,12 @@ def differentiable_inputs(arguments, op=None):
 
 def test_every_op_has_samples():
     missing, unknown = set(OPS) - set(SAMPLES), set(SAMPLES) - set(OPS)
-    assert not missing, f"ops without an entry in SAMPLES of tests/support/samples.py: {sorted(missing)}"
-    assert not unknown, f"entries in SAMPLES of tests/support/samples.py that are no op: {sorted(unknown)}"
+    assert not missing, (
+        f"ops without an entry in SAMPLES of tests/support/samples/samples.py: {sorted(missing)}"
+    )
+    assert not unknown, (
+        f"entries in SAMPLES of tests/support/samples/samples.py that are no op: {sorted(unknown)}"
+    )
 
 
 def test_the_schemas_of_the_source_are_the_ones_loaded():
@@ -368,7 +372,7 @@ DIVERGENCES = {"kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"
 
 def test_every_public_op_is_compiled_and_exported():
     missing = set(OPS) & set(liger.__all__) - set(PUBLIC_OPS) - DIVERGENCES
-    assert not missing, f"ops without an entry in CASES of tests/support/public_ops.py: {sorted(missing)}"
+    assert not missing, f"ops without an entry in CASES of tests/support/api/public_ops.py: {sorted(missing)}"
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")

@@ -1,7 +1,7 @@
 """Every public callable with every option under every tracer: results and gradients of the eager call, or a refusal.
 
-The settings come from the signatures (tests/support/public_options.py). Hidden states are computed in the traced code,
-and require grad there; weights are parameters of the traced module.
+The settings come from the signatures (tests/support/api/public_options.py). Hidden states are computed in the traced
+code, and require grad there; weights are parameters of the traced module.
 """
 
 import io
@@ -203,7 +203,7 @@ REPRESENTATIVE = {
 def test_programs_in_another_process(chosen, tmp_path):
     assert len(chosen) >= len(REPRESENTATIVE)
     paths = [_saved(setting, str(tmp_path / str(i))) for i, setting in enumerate(chosen)]
-    script = Path(__file__).parents[1] / "support" / "traced_calls.py"
+    script = Path(__file__).parents[1] / "support/api/traced_calls.py"
     child = python(script, *paths)
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.strip() == f"{len(chosen)} programs"

@@ -9,7 +9,7 @@ import torch
 
 from liger._core.runtime import load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # As TORCH_TARGET_VERSION in cmake/LigerTorch.cmake says.
 OLDEST_TORCH = (2, 10)
 # Not of the stable ABI, which has no autograd nodes: loaded into the torch that it was built with alone.

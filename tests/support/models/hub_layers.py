@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-HUB = Path(__file__).parents[2] / "hub"
+HUB = Path(__file__).parents[3] / "hub"
 
 # Layer name of transformers -> class in hub/.
 LAYERS = {

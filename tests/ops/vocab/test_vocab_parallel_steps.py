@@ -32,7 +32,7 @@ ROWS, HIDDEN, VOCAB = 700, 64, 1001
 BUDGET = 150_000
 TOLERANCE = 2e-5
 SOURCES = [
-    pathlib.Path(__file__).parents[2] / "csrc/linear_ce/sm90" / name
+    pathlib.Path(__file__).parents[3] / "csrc/linear_ce/sm90" / name
     for name in ("shards.cu", "shard_logprobs.cu")
 ]
 

@@ -9,7 +9,7 @@ from forked_python import python
 
 pytest.importorskip("transformers")
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support/processes"
 TRAINING_STEP = """
 import sys
 import liger, tiny_models

@@ -1,11 +1,11 @@
-"""The signature of every public name, a line each: ``python tests/support/public_api.py`` records them."""
+"""The signature of every public name, a line each: ``python tests/support/api/public_api.py`` records them."""
 
 import importlib
 import inspect
 import pathlib
 import typing
 
-RECORDED = pathlib.Path(__file__).parents[1] / "packaging/public_api.txt"
+RECORDED = pathlib.Path(__file__).parents[2] / "packaging/public_api.txt"
 PACKAGES = ("liger", "liger.nn", "liger.losses", "liger.distributed", "liger.transformers")
 
 

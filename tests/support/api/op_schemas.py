@@ -1,4 +1,4 @@
-"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/op_schemas.py`` records them.
+"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/api/op_schemas.py`` records them.
 
 Nothing has been released yet, so there is no record.
 """
@@ -9,7 +9,7 @@ import torch
 
 import liger  # noqa: F401  registers the ops
 
-RELEASED = pathlib.Path(__file__).parents[1] / "packaging/released_schemas.txt"
+RELEASED = pathlib.Path(__file__).parents[2] / "packaging/released_schemas.txt"
 # Ops that other ops and commands call, and no graph contains.
 INTERNAL = ("build_info", "check_", "declarations", "plan_", "lay_out_")
 

@@ -145,7 +145,7 @@ def _rescale(d):
 
 class _Samples(dict):
     def __missing__(self, op):
-        raise KeyError(f"{op} has no samples: add an entry to SAMPLES in tests/support/samples.py")
+        raise KeyError(f"{op} has no samples: add an entry to SAMPLES in tests/support/samples/samples.py")
 
 
 SAMPLES = {

@@ -1,6 +1,6 @@
 """Every option of every public callable, at a value that is not its default, as a :class:`Problem`.
 
-The options come from the signatures and from tests/support/public_callables. A flag takes its other value, a choice
+The options come from the signatures and from tests/support/api/public_callables. A flag takes its other value, a choice
 each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails until it has an entry.
 """
 
@@ -20,7 +20,7 @@ from liger.losses import FusedLinearLoss
 FIRST = {case.public: name for name, case in reversed(CASES.items())}
 # Of these any object may be right, and torch judges them.
 OPAQUE = {"device", "function", "arguments", "keywords", "parameters"}
-# Not options of one process: tests/ops/test_vocab_parallel.py.
+# Not options of one process: tests/ops/vocab/test_vocab_parallel.py.
 SHARDS = {"group", "vocab_start", "vocab_size"}
 # Not options: what a callable computes, and where its parameters are.
 ARGUMENTS = {*OPAQUE, *SHARDS, "dtype", "dim"}
