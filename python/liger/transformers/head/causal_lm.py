@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..recipe import trials
 from .deferred_logits import DeferredLogits
-from .layers import heads_of, needs_logits
+from .kind import kind_of
 from .loss import CausalLMRecipe
 from .loss_call import LOSS_KEYWORDS, HeadCall, LossCall
 
@@ -54,11 +54,10 @@ def causal_lm(module, fused):
     name = next((name for name, child in module.named_modules() if child is head), None)
     if name is None:
         return "its head is not one of its submodules"
-    reason = needs_logits(head)
+    layers, _, reason = kind_of(head)
     if reason is not None:
         return reason if fused else CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
-    first = heads_of(head)[0]
-    linear = getattr(first, "base_layer", first)
+    linear = getattr(layers[0], "base_layer", layers[0])
     found = _Trial(module, name, linear, loss, CLASSES, False).result()
     if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MOST_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.

@@ -1,44 +1,15 @@
-"""The operands of an lm_head with LoRA adapters of PEFT, which is not imported."""
+"""The loss of an lm_head with low-rank adapters (LoRA) whose first products are known: logits ``x W^T + down up^T``.
 
-import sys
+``down`` has r columns: the output of the adapters' first matrices, scaled. PEFT computes it, with dropout and hooks,
+and may have several adapters.
+"""
 
 import torch
-from torch import nn
 
-from ..._core.dtensor.inputs import is_dtensor
-from ..._core.modules.hooks import hooks_of
-from ..._core.modules.linear_layers import overrides_forward
-from ..._core.modules.quantised import is_quantised
-
-
-def is_lora_linear(module):
-    """Whether a module is PEFT's LoRA layer around a linear layer, of that class or a patched one."""
-    layers = sys.modules.get("peft.tuners.lora.layer")
-    return layers is not None and getattr(type(module), "_liger_original", type(module)) is layers.Linear
-
-
-def supports(layer):
-    """Whether logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
-
-    Not so for variants (DoRA and others), for quantised or sharded weights and for layers with hooks.
-    """
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    linears = [layer.base_layer, *(layer.lora_B[name] for name in names)]
-    return not any(name in getattr(layer, "lora_variant", {}) for name in names) and all(
-        map(_is_readable, linears)
-    )
-
-
-def _is_readable(linear):
-    forward = getattr(type(linear), "_liger_original", type(linear)).forward
-    weight = linear.weight
-    # A weight with ds_id is gathered by ZeRO-3 inside a call of its layer only.
-    return (
-        forward is nn.Linear.forward
-        and not overrides_forward(linear)
-        and not any(hooks_of(linear))
-        and not (is_dtensor(weight) or is_quantised(weight) or hasattr(weight, "ds_id"))
-    )
+from ..._core.head.cross_entropy import CEOptions, Metrics
+from ..._core.op.autocast import autocast_operands
+from ..._core.op.loss_rows import denominator_tensor
+from ...ops.fused_linear_ce.lora import lora_ce
 
 
 def low_rank_parts(layer, x):
@@ -61,3 +32,39 @@ def low_rank_parts(layer, x):
     if not downs:
         return None, bias
     return (downs[0], ups[0]) if len(downs) == 1 else (torch.cat(downs, -1), torch.cat(ups, 1)), bias
+
+
+def low_rank_ce(
+    x,
+    weight,
+    down,
+    up,
+    target,
+    bias=None,
+    denominator=None,
+    ignore_index=-100,
+    softcap=None,
+    memory_budget=None,
+):
+    """``cross_entropy(x @ weight.T + bias + down @ up.T, target)``, the mean over valid rows.
+
+    Args:
+        x: (N, H) and weight: (V, H), of one dtype, unless autocast casts them.
+        down: (N, r) and up: (V, r), of any dtype; they are rounded to that of x, and their gradients are not.
+        target: (N,) class indices.
+        bias: (V,) or None.
+        denominator: a number or a scalar tensor in place of the number of valid rows.
+        ignore_index, softcap: as in :func:`liger.cross_entropy`.
+        memory_budget: as in :func:`liger.fused_linear_ce`.
+
+    Returns:
+        The loss, a scalar; differentiable with respect to x, weight, down, up and bias.
+    """
+    x, weight, bias = autocast_operands(x, weight, bias)
+    options = CEOptions(
+        denominator=denominator_tensor(denominator, x),
+        ignore_index=ignore_index,
+        softcap=softcap,
+        memory_budget=memory_budget,
+    )
+    return lora_ce(x, weight, target, bias, (None, up, down), 1.0, options, Metrics())[0]

@@ -19,8 +19,8 @@ from ...ops.cross_entropy.op import cross_entropy
 from ..recipe import trials
 from ..recipe.classes import give_class, patched_class, recipe_of
 from .deferred_logits import DeferredLogits, traceable
-from .layers import heads_of, needs_logits
-from .lora import is_lora_linear, low_rank_parts, supports
+from .kind import kind_of, reads_lora
+from .lora import low_rank_parts
 from .loss_call import HeadCall, LossCall, active, target_and_options, warn_about_head
 from .sharded import KIND, is_tensor_parallel, tensor_parallel_forward, why_from_logits
 
@@ -106,7 +106,7 @@ class LoraHeadRecipe:
     def members(self, original):
         def forward(self, x, *args, **kwargs):
             unmerges = self.disable_adapters and self.merged
-            if args or kwargs or unmerges or not LossCall.reaches(self) or not supports(self):
+            if args or kwargs or unmerges or not LossCall.reaches(self) or not reads_lora(self):
                 return original.forward(self, x, *args, **kwargs)
             low_rank, bias = low_rank_parts(self, x)
             loss = LossCall.at_head(self, x, self.base_layer.weight, bias, low_rank)
@@ -202,8 +202,8 @@ class CausalLMRecipe:
         if not self.fused:
             return None
         head = self.head_of(model)
-        reason = needs_logits(head)
-        if reason is None and not self.follows_head and any(recipe_of(m) is None for m in heads_of(head)):
+        layers, _, reason = kind_of(head)
+        if reason is None and not self.follows_head and any(recipe_of(layer) is None for layer in layers):
             return "its head was replaced: the loss is computed from full logits until liger.patch is called again"
         if reason is None and is_tensor_parallel(head):
             reason = why_from_logits(head, head.weight, head.bias, self, gathered=False)
@@ -242,21 +242,23 @@ def _set_loss_function(self, value):
     self._loss_function = value
 
 
-def head_recipe(head):
-    return LoraHeadRecipe() if is_lora_linear(head) else HeadRecipe()
+def patch_head(kind):
+    """Patches the layers of a :class:`HeadKind` that are not patched yet."""
+    for layer in kind.layers:
+        # A model within another one may have the same head.
+        if recipe_of(layer) is None:
+            give_class(layer, patched_class(type(layer), LoraHeadRecipe() if kind.is_lora else HeadRecipe()))
+        # transformers may have sharded the head since the last call.
+        compute_loss_first(layer)
 
 
-def _patched_heads(head, recipe):
-    """The modules of a head that a patched model may give its labels to."""
-    heads = heads_of(head)
+def _patched_layers(head, recipe):
+    """The layers of a head that a patched model may give its labels to."""
+    kind = kind_of(head)
     if recipe.follows_head and not torch.compiler.is_compiling():
-        # A head that has been replaced since: adapters were added or merged, or the vocabulary was resized.
-        for module in heads:
-            if recipe_of(module) is None:
-                give_class(module, patched_class(type(module), head_recipe(module)))
-            # transformers may have sharded the head since.
-            compute_loss_first(module)
-    return [module for module in heads if recipe_of(module) is not None]
+        # The head may be another one: adapters were added or merged, or the vocabulary was resized.
+        patch_head(kind)
+    return [layer for layer in kind.layers if recipe_of(layer) is not None]
 
 
 def sharing_embeddings(module, heads):
@@ -326,7 +328,7 @@ def _fused_forward(original, recipe):
         call = None
         if skip and getattr(self, "_loss_function", None) is None:
             head = recipe.head_of(self)
-            heads = _patched_heads(head, recipe)
+            heads = _patched_layers(head, recipe)
             if not heads and not torch.compiler.is_compiling():
                 warn_about_head(recipe.unused_because(self))
             call = LossCall(

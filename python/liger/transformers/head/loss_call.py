@@ -17,7 +17,7 @@ from ...ops.fused_linear_ce.op import fused_linear_ce
 from ..recipe.classes import changing_hook, gradient_hook, recipe_of
 from ..recipe.reuse import can_share, lookup, lookup_adding_gradient, weight_of_head
 from .deferred_logits import DeferredLogits
-from .lora_loss import low_rank_ce
+from .lora import low_rank_ce
 from .sharded import FROM_LOGITS, as_output, own_copy, whole_hidden, why_from_logits
 
 logger = logging.getLogger("liger.transformers")

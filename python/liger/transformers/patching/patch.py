@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from ..attention import qk_norm_rope, rotary
 from ..checkpointing import checkpoint
 from ..head import causal_lm
-from ..head.layers import heads_of
-from ..head.loss import compute_loss_first, head_recipe, restore_forward, sharing_embeddings
+from ..head.kind import kind_of
+from ..head.loss import patch_head, restore_forward, sharing_embeddings
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
 from ..norms.residual import AddNormRecipe
@@ -213,13 +213,9 @@ def _recomputing(module, recipe):
 
 def _apply_recipe(module, recipe):
     if getattr(recipe, "fused", False):
-        heads = heads_of(module.get_output_embeddings())
-        recipes = [(head, head_recipe(head)) for head in heads]
-        recipes += sharing_embeddings(module, heads)
-        for part, part_recipe in recipes:
-            # A model within another one may have the same head.
+        kind = kind_of(module.get_output_embeddings())
+        patch_head(kind)
+        for part, part_recipe in sharing_embeddings(module, kind.layers):
             if recipe_of(part) is None:
                 give_class(part, patched_class(type(part), part_recipe))
-        for head in heads:
-            compute_loss_first(head)
     give_class(module, patched_class(type(module), recipe))
