@@ -5,7 +5,7 @@ Results have the order of the dimensions; no copy of the hidden states or logits
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from copies import Copies
 
 import liger
 
@@ -77,20 +77,6 @@ CALLS = {
     "fused_linear_kl_div": (H, fused_linear_kl_div),
     "fused_linear_kl_div none": (H, lambda x: fused_linear_kl_div(x, reduction="none")),
 }
-
-
-class Copies(TorchDispatchMode):
-    """Elements of every copy that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy):
-            self.sizes.append(result.numel())
-        return result
 
 
 def evaluated(call, x):

@@ -273,7 +273,7 @@ def test_ignored_rows_are_left_out(monkeypatch, backward):
         return float32_product(a, b, *rest, **how)
 
     logprobs = liger.fused_linear_logprobs(x, weight, target, logits_dtype=torch.float32)
-    for module in ("float32_matmul", "lm_head_float32"):
+    for module in ("math.float32_matmul", "head.float32"):
         monkeypatch.setattr(f"liger._core.{module}.float32_product", product)
     if backward:
         logprobs.sum().backward()

@@ -4,6 +4,7 @@ import in_shards
 import pytest
 import torch
 import torch.distributed as dist
+from copies import Copies
 from cross_entropy_reference import leaves, random_layer
 from errors import error_about
 from processes import needs_gloo, on_processes, part_of
@@ -124,12 +125,10 @@ def test_compiled(tmp_path):
 
 def _layouts(rank, world):
     """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their shape."""
-    from test_layouts_of_tokens import IGNORED, Copies
-
     tokens, batch = 5, 3
     x, weight, bias, target = random_layer(tokens * batch, 6, 11, "cpu")
     x, target = x.view(tokens, batch, 6), target.view(tokens, batch)
-    assert (target == IGNORED).any()
+    assert (target == -100).any()
     shards = [part_of(t, rank, world) for t in (weight, bias)]
 
     def ce(x, target, w, b, call=in_shards.fused_linear_ce, **layout):
