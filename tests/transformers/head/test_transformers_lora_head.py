@@ -14,7 +14,7 @@ from live_bytes import LiveBytes  # noqa: E402
 from tiny_models import VOCAB, assert_same_step, batch, make, step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers.head.lora_loss import low_rank_ce  # noqa: E402
+from liger.transformers.head.lora import low_rank_ce  # noqa: E402
 from liger.transformers.head.loss_call import warn_about_head  # noqa: E402
 
 
