@@ -272,6 +272,8 @@ def test_prompts_of_samples_are_left_out(tmp_path, monkeypatch, trainer):
 def test_generation_and_plain_calls_are_as_before(tmp_path):
     trainer = made.dpo(tmp_path)
     inputs = tiny_models.batch()
+    # The layers round as they do after liger.trl.patch.
+    liger.patch(trainer.model, fused_linear_cross_entropy=False)
     before = trainer.model(**inputs)
     tokens = trainer.model.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False)
     liger.trl.patch(trainer)
@@ -280,6 +282,23 @@ def test_generation_and_plain_calls_are_as_before(tmp_path):
     assert torch.equal(
         trainer.model.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False), tokens
     )
+
+
+def test_one_call_patches_the_layers_too(tmp_path, capfd):
+    trainer = liger.trl.patch(made.dpo(tmp_path))
+    for model in (trainer.model, trainer.ref_model):
+        replaced = liger.transformers.patch_report(model).replaced
+        assert {"rms_norm", "rope", "swiglu"} <= set(replaced.values())
+    assert capfd.readouterr().err.count("liger.trl.patch: LlamaForCausalLM: ") == 2
+
+
+def test_layers_that_are_patched_keep_their_options(tmp_path, capfd):
+    trainer = made.dpo(tmp_path)
+    liger.patch(trainer.model, rope=False, swiglu=False)
+    before = liger.transformers.patch_report(trainer.model).replaced
+    liger.trl.patch(trainer)
+    assert liger.transformers.patch_report(trainer.model).replaced == before | {"": "trainer_loss"}
+    assert "rope" not in before.values()
 
 
 def test_patching_again_changes_nothing(tmp_path):

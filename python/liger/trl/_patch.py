@@ -6,6 +6,10 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
+from ..transformers.patching.options import Options
+from ..transformers.patching.patch import apply, say
+from ..transformers.recipe.classes import recipe_of
+
 if TYPE_CHECKING:
     from transformers import Trainer
 
@@ -38,8 +42,8 @@ _NOT_ADAPTED = {
 def patch(trainer: _Trainer) -> _Trainer:
     """Makes one TRL trainer compute its loss with the losses of liger, without materialised logits.
 
-    Call it between the trainer's constructor and ``trainer.train()``. Other trainers, options, data, logged metrics and
-    checkpoints do not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head
+    Call it between the trainer's constructor and ``trainer.train()``. The layers of the model are patched as well, unless
+    :func:`liger.patch` has done so. Other trainers, options, data, logged metrics and checkpoints do not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head
     computes loss and gradient. Otherwise the trainer computes its own loss from log-probabilities by liger, and a
     message of the logger ``liger.trl`` gives the reason.
 
@@ -70,8 +74,20 @@ def patch(trainer: _Trainer) -> _Trainer:
     adapt = getattr(importlib.import_module(f".{module}", __package__), function)
     reason = adapt(trainer)
     vars(trainer)["liger_patched"] = True
+    _patch_layers(trainer)
     if reason is None:
         logger.info("liger: %s computes its loss in the model's head", name)
     else:
         logger.info("liger: %s keeps its own loss, on log-probabilities of liger: %s", name, reason)
     return trainer
+
+
+def _patch_layers(trainer):
+    """Patches the layers of the policy and of the reference model, except of a model with patched modules."""
+    # The constructor has sharded the reference model already, and patching comes before sharding.
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    for model in (trainer.model, None if sharded else getattr(trainer, "ref_model", None)):
+        if model is not None and all(recipe_of(module) is None for module in model.modules()):
+            report = apply(model, Options(fused_linear_cross_entropy=False))
+            if report.replaced:
+                say(f"liger.trl.patch: {type(model).__name__}: {report.summary}")

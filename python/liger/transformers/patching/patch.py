@@ -101,11 +101,11 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
             f"{parsed.looked_for}"
         )
     if verbose and not report.left:
-        _say(f"liger.patch: {type(model).__name__}: {report.summary}")
+        say(f"liger.patch: {type(model).__name__}: {report.summary}")
     return model
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Prints a line on one process of each machine, unless the logger shows its messages of level INFO already."""
     shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
     if not shown and os.environ.get("LOCAL_RANK", "0") == "0":
