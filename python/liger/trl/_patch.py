@@ -42,10 +42,11 @@ _NOT_ADAPTED = {
 def patch(trainer: _Trainer) -> _Trainer:
     """Makes one TRL trainer compute its loss with the losses of liger, without materialised logits.
 
-    Call it between the trainer's constructor and ``trainer.train()``. The layers of the model are patched as well, unless
-    :func:`liger.patch` has done so. Other trainers, options, data, logged metrics and checkpoints do not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head
-    computes loss and gradient. Otherwise the trainer computes its own loss from log-probabilities by liger, and a
-    message of the logger ``liger.trl`` gives the reason.
+    Call it between the trainer's constructor and ``trainer.train()``. The layers of the model are patched as
+    well, unless :func:`liger.patch` has done so. Other trainers, options, data, logged metrics and checkpoints do
+    not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head computes loss
+    and gradient. Otherwise the trainer computes its own loss from log-probabilities by liger, and a message of the
+    logger ``liger.trl`` gives the reason.
 
     Args:
         trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer,
