@@ -1,4 +1,4 @@
-"""``python benchmarks/run.py ...`` is ``liger bench ...``: see docs/performance/README.md."""
+"""``python benchmarks/run.py ...`` is ``liger bench ...``: see docs/lab/README.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tables and pictures of result files: beside them, and in docs/experiments.md."""
+"""Tables and pictures of result files: beside them, and in docs/lab/experiments.md."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from liger_bench.environment import CHECKOUT
 
 from . import MODULES, experiment, results, tables
 
-PAGE = CHECKOUT / "docs" / "experiments.md"
+PAGE = CHECKOUT / "docs" / "lab" / "experiments.md"
 IMAGES = CHECKOUT / "docs" / "images"
 MISSING = "*Not measured yet.*"
 
@@ -44,7 +44,7 @@ def write(folder, name, tiny=False):
 
 
 def section(folder, name, images=IMAGES, page=PAGE):
-    """The generated part of docs/experiments.md about an experiment."""
+    """The generated part of docs/lab/experiments.md about an experiment."""
     source = results.path_of(folder, name, False)
     if not source.is_file():
         return MISSING

@@ -1,4 +1,4 @@
-"""The benchmark suite behind ``liger bench``; docs/performance/README.md says what it measures and how.
+"""The benchmark suite behind ``liger bench``; docs/lab/README.md says what it measures and how.
 
 It is run from a checkout and is not part of the wheel: python/liger_cli/bench.py says how it is found.
 """
