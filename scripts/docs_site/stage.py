@@ -2,7 +2,8 @@
 
 Every file keeps its path in the repository, so a link between docs/ and another folder, such as ``../csrc/README.md``,
 is the same in a checkout and on the site. Added are the pages of the API reference and of the benchmark results, and
-the differences between GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is all that depends on the builder.
+the differences between GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is all that
+depends on the builder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 import reference
-import results
+import result_pages
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -39,7 +40,7 @@ _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
 def stage(folder: Path) -> None:
     """Writes the sources of the site to a folder, which it empties first."""
     shutil.rmtree(folder, ignore_errors=True)
-    rendered = results.pages(ROOT)
+    rendered = result_pages.pages(ROOT)
     for pattern in SOURCES:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
@@ -50,7 +51,7 @@ def stage(folder: Path) -> None:
                 target.write_text(_front_matter(path.relative_to(ROOT)) + text)
             else:
                 shutil.copyfile(path, target)
-    for parent, pages in ((folder / "api", reference.pages(ROOT)), (folder / results.FOLDER, rendered)):
+    for parent, pages in ((folder / "api", reference.pages(ROOT)), (folder / result_pages.FOLDER, rendered)):
         parent.mkdir(exist_ok=True)
         for name, text in pages.items():
             (parent / name).write_text(text)

@@ -63,7 +63,9 @@ def test_lists_are_indented_as_python_markdown_needs_them():
 def test_result_files_are_the_newest_or_quoted():
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("an sdist has no results")
-    assert not module("results").superseded(ROOT), "python scripts/docs_site/results.py archives them"
+    assert not module("result_pages").superseded(ROOT), (
+        "python scripts/docs_site/result_pages.py archives them"
+    )
 
 
 def a_run(date, *ops, size="full"):
@@ -90,7 +92,7 @@ def some_results(tmp_path):
 
 
 def test_result_pages_lead_to_the_newest_run(some_results):
-    pages = module("results").pages(some_results)
+    pages = module("result_pages").pages(some_results)
     assert set(pages) == {"README.md", "old.md", "new.md", "quick.md"}
     assert "| rope | [2 January 2026](new.md#rope) |" in pages["README.md"]
     assert "# Results of rope, jsd: H200, 2 January 2026" in pages["new.md"]
@@ -98,7 +100,7 @@ def test_result_pages_lead_to_the_newest_run(some_results):
 
 
 def test_superseded_results_are_archived(some_results):
-    results, folder = module("results"), some_results / "benchmarks" / "results"
+    results, folder = module("result_pages"), some_results / "benchmarks" / "results"
     (some_results / "docs" / "page.md").write_text("[run](../benchmarks/results/quick.json)")
     assert results.superseded(some_results) == ["old.json", "other.json"]
     before = (folder / "old.json").read_bytes()
