@@ -171,5 +171,12 @@ def test_environment_variables_are_documented():
 
     documented = (ROOT / "docs/environment.md").read_text()
     for name in VARIABLES:
-        assert f"| `{name}` |" in README
+        assert f"| `{name}` |" in documented
         assert f"**`{name}`**" in documented
+
+
+def test_the_front_page_is_short():
+    assert len(README.splitlines()) <= 180
+    # Wider lines are cut by the column of the site.
+    code = re.findall(r"^```\w*\n(.*?)^```", README, re.M | re.S)
+    assert max(len(line) for block in code for line in block.splitlines()) <= 75
