@@ -179,7 +179,7 @@ def table(result):
                 row.append(tables.shape(losses.get((size, method))) or "")
         rows.append(row)
     return (
-        "Mean and largest difference of the losses from those of the unpatched run; *nudged* is the yardstick.\n\n"
+        "Mean and largest difference of the losses from the losses of the unpatched run; *nudged* is the yardstick.\n\n"
         + tables.markdown(["model", "loss, unpatched", *others], rows)
     )
 

@@ -166,9 +166,9 @@ def _row(cell, verdict, own):
 
 def table(result):
     parts = [
-        "*Distance*: mean distance of the losses from those of the float32 run, and in units of that of the unpatched "
+        "*Distance*: mean distance of the losses from the float32 run, and relative to the distance of the unpatched "
         f"bfloat16 run, allowed up to {FACTOR}. *Difference*: the largest from the unpatched bfloat16 run; a run "
-        "differs by no more than four times the *nudged* run, whose weights differ by one rounding each."
+        "differs by at most four times the *nudged* run, a run with weights that differ by one rounding each."
     ]
     for size in ordered(result, "size"):
         found = verdicts(curves_of(result, size))
