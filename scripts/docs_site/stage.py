@@ -30,7 +30,12 @@ SOURCES = (
     "docs/images/*",
 )
 # Searches lead to guides first: the weight of the pages in a folder, the first that fits.
-BOOSTS = {"docs/lab": 0.1, "csrc": 0.1, "CHANGELOG.md": 0.1, "docs/models.md": 0.5, "docs": 2, "README.md": 2}
+BOOSTS = {
+    **dict.fromkeys(("docs/lab", "csrc", "CHANGELOG.md"), 0.1),
+    "docs/models.md": 0.5,
+    "docs/troubleshooting.md": 4,
+    **dict.fromkeys(("docs", "README.md"), 2),
+}
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
 _RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")
