@@ -39,6 +39,8 @@ BOOSTS = {
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
 _RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")
+# GitHub takes the width of a picture in HTML only, and MkDocs finds pictures in Markdown only.
+_PICTURE = re.compile(r'<img src="([^"]+)" width="(\d+)" alt="([^"]*)">')
 _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
 
 
@@ -52,6 +54,7 @@ def stage(folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".md":
                 text = indent_lists(_COMMENT.sub("", path.read_text()))
+                text = _PICTURE.sub(r'![\3](\1){ width="\2" }', text)
                 text = _RESULT.sub(lambda link: _page_of(link, rendered), text)
                 target.write_text(_front_matter(path.relative_to(ROOT)) + text)
             else:
