@@ -185,7 +185,7 @@ def table(result):
 
 
 def draw(result):
-    return {"": pictures.loss_curves(result, "Loss curves, and their differences from the unpatched run")}
+    return {"": pictures.loss_differences(result, "How far is a loss from the unpatched run?")}
 
 
 EXPERIMENT = Experiment("E7", "Loss curves on real text", cells, measure, table, draw)

@@ -21,7 +21,7 @@ def _pictures(result, stem):
     for suffix, figure in experiment(result["experiment"]).draw(result).items():
         path = stem.with_name(f"{stem.name}{'-' if suffix else ''}{suffix}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=160)
         written[suffix or "all"] = path
     return written
 
