@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 
+from liger_bench.chart import save
 from liger_bench.environment import CHECKOUT
 
 from . import MODULES, experiment, results, tables
@@ -21,7 +22,7 @@ def _pictures(result, stem):
     for suffix, figure in experiment(result["experiment"]).draw(result).items():
         path = stem.with_name(f"{stem.name}{'-' if suffix else ''}{suffix}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
+        save(figure, path)
         written[suffix or "all"] = path
     return written
 

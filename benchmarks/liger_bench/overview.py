@@ -4,7 +4,7 @@ import json
 import statistics
 from dataclasses import replace
 
-from .chart import Group, draw
+from .chart import Group, draw, save
 from .environment import RESULTS
 from .plots import group_of, picture, source
 
@@ -87,5 +87,5 @@ def write(stem, results=None):
     paths = []
     for name, figure in figures.items():
         paths.append(stem.with_name(f"{stem.name}-{name}.png"))
-        figure.savefig(paths[-1], dpi=160)
+        save(figure, paths[-1])
     return paths

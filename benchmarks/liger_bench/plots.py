@@ -3,7 +3,7 @@
 A picture shows the size that users meet; the other sizes are in the tables of the report.
 """
 
-from .chart import Bar, Group, draw
+from .chart import Bar, Group, draw, save
 from .verdict import SAME_MEMORY_MIB, judge, time_of
 
 # The colour-blind safe palette of Okabe and Ito; black is for ceilings. Keys are prefixes of provider names, and the
@@ -127,5 +127,5 @@ def plot(result, stem):
         records = [record for record in result["rows"] if record["op"] == op]
         figure = picture(op, records, result["environment"])
         paths.append(stem.with_name(f"{stem.name}-{op}.png"))
-        figure.savefig(paths[-1], dpi=160)
+        save(figure, paths[-1])
     return paths
