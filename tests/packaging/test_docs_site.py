@@ -54,6 +54,21 @@ def test_every_page_is_in_the_navigation_once(tmp_path):
     assert len(listed) == len(set(listed))
 
 
+def test_pages_repeat_the_noun():
+    """docs/contributing.md, "English": at most 0.2 of these per 1000 words."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "models.md"]
+    texts = [re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.M | re.S) for path in pages]
+    words = sum(len(text.split()) for text in texts)
+    found = [match[0] for text in texts for match in re.finditer(r"\b(?:that|those)\s+of\b.{0,40}", text)]
+    assert len(found) <= 0.2 * words / 1000, found
+
+
+def test_guides_are_not_a_lab_book():
+    """What users read, without the lab notes and the generated table of models: at most 34000 words."""
+    guides = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
+    assert sum(len(path.read_text().split()) for path in guides if path.name != "models.md") <= 34000
+
+
 def test_lists_are_indented_as_python_markdown_needs_them():
     source = "Text:\n- a\n  b\n\n  ```bash\n    c\n  ```\n- d\n   1. e\n\n      f\n\ng\n"
     expected = "Text:\n\n- a\n    b\n\n    ```bash\n      c\n    ```\n- d\n     1. e\n\n        f\n\ng\n"

@@ -13,5 +13,6 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
     const words = field.value.toLowerCase().split(/\s+/);
     rows.forEach((row, i) => (row.hidden = !words.every((word) => texts[i].includes(word))));
   });
-  table.before(field);
+  // Material may have wrapped the table already.
+  (table.closest(".md-typeset__scrollwrap") ?? table).before(field);
 }
