@@ -17,20 +17,21 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix) csrc/*/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
-OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/ops/test_%.py,$(wildcard triton_kernels/*.py)))
+OP_TESTS = $(wildcard $(foreach op,$(notdir $(wildcard triton_kernels/*.py)),tests/ops/test_$(op) tests/ops/*/test_$(op)))
 # One file with many minutes of slow tests, which --dist loadfile leaves to one process.
 MODEL_TESTS = tests/transformers/test_transformers_models.py
 # Tests run side by side, one thread each.
 JOBS ?= $(shell nproc)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 BENCH_ARGS ?=
+MODELS_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
 FUZZ_CASES ?= 100000
 RELEASE_ARGS ?=
 
-.PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
+.PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench models lint docs clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger_cli demo $(DEMO_ARGS)
@@ -75,7 +76,11 @@ distributed-test:
 
 # Every op beside the peers that are installed, with the liger that is installed: after gpu-test, or after demo.
 bench:
-	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) -m liger_cli bench $(BENCH_ARGS)
+	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) benchmarks/run.py $(BENCH_ARGS)
+
+# What liger.patch replaces in every model of transformers, and whether it is equal; all of them take an hour.
+models:
+	PYTHONPATH=scripts $(PYTHON) -m model_scan $(MODELS_ARGS)
 
 lint:
 	$(PYTHON) -m ruff check

@@ -1,4 +1,4 @@
-"""``python benchmarks/run.py ...`` is ``liger bench ...``: see docs/lab/README.md."""
+"""The benchmark suite: ``python benchmarks/run.py --help``, and docs/lab/README.md."""
 
 import sys
 

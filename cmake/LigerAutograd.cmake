@@ -4,7 +4,7 @@ option(LIGER_BUILD_AUTOGRAD "Autograd nodes in C++ for the torch that is built w
 set(LIGER_AUTOGRAD_TORCH_DIRS "" CACHE STRING "Folders of further torch versions to build the autograd nodes for")
 
 # The version of a torch folder, and the part of it that a library depends on: a release keeps its ABI within major.minor,
-# anything else is one of its kind. python/liger/_core/load.py does the same.
+# anything else is one of its kind. python/liger/_core/runtime/load.py does the same.
 function(liger_torch_abi folder result)
   file(STRINGS ${folder}/version.py line REGEX "^__version__[^=]*=")
   string(REGEX REPLACE ".*= *['\"](.+)['\"].*" "\\1" version "${line}")

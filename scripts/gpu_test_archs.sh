@@ -15,7 +15,7 @@ export PYTHONPATH=$folder
 "$python" - "$folder" "$arch" <<'PYTHON'
 import sys
 import liger
-from liger._core.build_info import build_info
+from liger._core.runtime.build_info import build_info
 folder, arch = sys.argv[1:]
 built = build_info()["cuda_archs"].split()
 if not liger.__file__.startswith(folder) or built[0] != arch:
@@ -24,5 +24,5 @@ PYTHON
 "$python" -m liger_cli info
 "$python" -m pytest -k "cuda-cuda or loaded_code" "$@" \
   tests/packaging/test_loaded_code.py \
-  tests/ops/test_{softmax,cross_entropy,group_norm,rms_norm,layer_norm,divergence,fused_linear_ce}.py \
-  tests/ops/test_{rms_norm_gated,qk_norm_rope}.py
+  tests/ops/*/test_{softmax,cross_entropy,group_norm,rms_norm,layer_norm,divergence,fused_linear_ce}.py \
+  tests/ops/*/test_{rms_norm_gated,qk_norm_rope}.py

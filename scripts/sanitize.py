@@ -4,7 +4,7 @@
 
 A NAME is an op of torch.ops.liger or a key of SIZES. --work runs the given names only; without tools, it runs them in
 this process, not under compute-sanitizer. --each runs every name in a separate process, several at a time, and lists
-those with an error. Arguments of the ops are those of tests/support/samples.py; SIZES has larger inputs for kernels
+those with an error. tests/support/samples/samples.py has the arguments of the ops; SIZES has larger inputs for kernels
 that the samples do not reach. Only kernels of liger are checked. Exit code: 1 if a tool reports an error, 2 if it
 cannot run.
 """
@@ -261,13 +261,13 @@ SIZES = {
 
 def names():
     """All ops with compiled kernels, and the keys of SIZES."""
-    from liger.backend import FAMILIES
+    from liger._core.op.backend import FAMILIES
 
     return [*(op for family in FAMILIES.values() for op in family.torch_kernels), *SIZES]
 
 
 def work(chosen):
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/support/samples")]
     import torch
 
     import liger

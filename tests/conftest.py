@@ -16,8 +16,8 @@ import torch
 from cases import compiled, poison_memory
 
 import liger
-from liger._core.build_info import build_info
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.build_info import build_info
+from liger._core.runtime.environment import triton_interpreted
 
 GPU = torch.cuda.is_available()
 # Workers of pytest-xdist share the cores: where each has threads for all of them, tests that compute on the CPU take
@@ -52,7 +52,7 @@ def device(request):
 
 @pytest.fixture
 def backend(device):
-    return liger.backend._requested[0]
+    return liger._core.op.backend._requested[0]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def pytest_terminal_summary(terminalreporter):
         for report in terminalreporter.stats.get(outcome, []):
             if outcome != "skipped" and report.when != "call":
                 continue
-            name = next((f"{b}-{d}" for b in liger.backend.BACKENDS for d in ("cuda", "cpu")
+            name = next((f"{b}-{d}" for b in liger._core.op.backend.BACKENDS for d in ("cuda", "cpu")
                          if f"{b}-{d}" in report.nodeid.rpartition("[")[2]), "no backend")  # fmt: skip
             counts.setdefault(name, {}).setdefault(outcome, 0)
             counts[name][outcome] += 1

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.environment import triton_interpreted
+from .._core.runtime.environment import triton_interpreted
 
 # Elements of an elementwise tile: 8 per thread with 4 warps. The time of the interpreter is per tile, not per element.
 _TILE = 16384 if triton_interpreted() else 1024

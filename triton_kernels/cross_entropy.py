@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.cross_entropy_math import CEOptions, Metrics, check_row_stats
-from .._core.op_arguments import by_name
+from .._core.head.cross_entropy import CEOptions, Metrics, check_row_stats
+from .._core.op.by_name import by_name
 from .common import (
     on_device_of,
     output_rows,

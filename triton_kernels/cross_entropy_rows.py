@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.cross_entropy_math import check_targets
-from .._core.environment import targets_checked
+from .._core.head.cross_entropy import check_targets
+from .._core.runtime.environment import targets_checked
 from .common import dense_vector, on_device_of, sm_count
 from .cross_entropy_rule import (
     class_weight,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.cross_entropy_math import check_row_values
+from .._core.head.cross_entropy import check_row_values
 from .common import (
     dense_vector,
     on_device_of,

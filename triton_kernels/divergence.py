@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.divergence_torch import check_stats, entry_points, mixture_beta
+from ..ops.divergence.rows import check_stats, entry_points, mixture_beta
 from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
 # BLOCK at most: columns of both rows per tile.

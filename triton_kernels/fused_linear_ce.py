@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from .._core.computed_rows import ignored_rows
-from .._core.cross_entropy_math import CEOptions, Metrics, at_original_rows
-from .._core.matmul import product, without_ignored, write_linear
-from .._core.op_arguments import by_name
+from .._core.head.cross_entropy import CEOptions, Metrics, at_original_rows
+from .._core.math.computed_rows import ignored_rows
+from .._core.math.matmul import product, without_ignored, write_linear
+from .._core.op.by_name import by_name
 from .common import require_dtype
 from .cross_entropy_rows import RowResults, Rule
 from .valid_rows import ValidRows

@@ -1,6 +1,6 @@
 """GeGLU, ``gelu(gate) * up`` with the exact GELU or its tanh approximation: kernels and grid of :mod:`.gated`."""
 
-from .._core.gated import GELU_NAMES
+from ..ops.gated import GELU_NAMES
 from . import gated
 
 

@@ -1,5 +1,5 @@
 """RMSNorm of each head of queries and keys, then the rotary embedding. The formulas are those of
-``liger/ops/qk_norm_rope.py``.
+``liger/ops/rope/qk_norm_rope.py``.
 
 Forward grid as in ``rope.py``: for each token, programs for groups of HEADS heads of q, then of k. Backward grid:
 persistent programs over such groups of one tensor. Each accumulates the gradient of the weight in float32 in its own

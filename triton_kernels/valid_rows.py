@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.environment import triton_interpreted
+from .._core.runtime.environment import triton_interpreted
 from .common import on_device_of
 
 # The time of the interpreter is per tile, not per element.

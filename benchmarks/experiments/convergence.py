@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import liger
 from liger.cli._demo_worker import nudge
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 from liger_bench import model_sizes
 from liger_bench.model_contestants import with_liger_kernel
 
@@ -123,7 +123,7 @@ def measure(cell, machine):
     elif method == "liger-kernel":
         with_liger_kernel(model)
     if given["family"] == "llama":
-        _checkpointing_names.enable(model)
+        methods.enable(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     vocabulary = model.config.vocab_size
     steps = 6 if machine.tiny else STEPS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import liger
 from liger.cli._demo_worker import nudge
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 from liger_bench import on_ranks
 from liger_bench.captured_step import WARM_UP, CapturedStep
 from liger_bench.model_contestants import with_liger_kernel
@@ -50,7 +50,7 @@ def eager(model, batches, machine):
 
 
 def full_checkpointing(model, batches, machine):
-    _checkpointing_names.enable(model)
+    methods.enable(model)
     return eager(model, batches, machine)
 
 
@@ -64,7 +64,7 @@ def _full_peak(step, batches):
 
 def planned_checkpointing(model, batches, machine):
     """Two steps with full checkpointing, then a plan for ``ROOM`` times their peak."""
-    _checkpointing_names.enable(model)
+    methods.enable(model)
     step = training_step(model, optimizer_of(model.parameters()))
     if machine.gpu:
         losses, peak = _full_peak(step, batches)

@@ -1,4 +1,4 @@
-"""E1: time and memory of every op over its sweep, by the rows of ``liger bench --sweep``."""
+"""E1: time and memory of every op over its sweep, by the rows of ``benchmarks/run.py --sweep``."""
 
 import liger_bench
 from liger_bench import measure as bench
@@ -11,7 +11,7 @@ from .cells import Cell, Experiment
 # Heads, post-training losses and the tiled MLP have experiments of their own.
 OPS = tuple(op for op in liger_bench.OPS if op not in ("heads", "preference", "tiled_mlp", "logprobs"))
 FIRST = ("cross_entropy", "rms_norm", "swiglu", "geglu", "rope", "layer_norm", "fused_linear_ce")
-# The rows of an op that are measured: a sweep of forward and backward alone is in liger bench --sweep.
+# The rows of an op that are measured: a sweep of forward and backward alone is in benchmarks/run.py --sweep.
 WORK = "forward and backward"
 # Times within this factor are equal: medians of two runs differ as much.
 AS_FAST = 1.02
@@ -45,7 +45,7 @@ def measure(cell, machine):
     for row in suite.rows_of([cell.method], options)[1:]:
         if row.kind == "device" and (WORK in row.work or row.work == row.op):
             row.rounds = min(row.rounds, 5)
-            row.reference = row.reference if machine.tiny else None  # liger bench compares results
+            row.reference = row.reference if machine.tiny else None  # benchmarks/run.py compares results
             rows.append(_short(bench.measure(row, device)))
     return {"rows": rows}
 

@@ -1,10 +1,10 @@
 """E6: the memory of two training steps over time, by category; and what ``liger plan`` predicts of the lm_head."""
 
-from liger.cli._memory_timeline import figure, record_steps
 from liger.cli.plan import SM90, head_memory
 
 from . import tables, text, training
 from .cells import Experiment
+from .memory_timeline import figure, record_steps
 from .results import cells_of, ordered
 
 METHODS = ("transformers", "liger", "liger-kernel")

@@ -1,6 +1,6 @@
-"""The benchmark suite behind ``liger bench``; docs/lab/README.md says what it measures and how.
+"""The benchmark suite behind ``benchmarks/run.py``; docs/lab/README.md says what it measures and how.
 
-It is run from a checkout and is not part of the wheel: python/liger_cli/bench.py says how it is found.
+It is run from a checkout and is not part of the wheel.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@
 For the plain heads of bench_heads.py: the device time of each of the three GEMMs with its epilogue and of all other
 kernels together, in a forward and backward, by torch.profiler; and each GEMM by cuBLAS alone, of as many rows as 4 GiB
 of logits have, scaled to all rows. Rounds alternate between the two. A GEMM alone has a higher clock rate than in the
-sum of three, which runs at the power limit: its time here is 5 to 7 % shorter than in ``liger bench --heads``.
+sum of three, which runs at the power limit: its time here is 5 to 7 % shorter than in ``benchmarks/run.py --heads``.
 """
 
 import argparse

@@ -24,7 +24,7 @@ def _names(text):
 
 def _parser():
     parser = argparse.ArgumentParser(
-        prog="liger bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)} (default: all)")
     parser.add_argument(
@@ -93,7 +93,7 @@ def _complaint(arguments):
     # Not at the top: --help takes no time without torch.
     import torch
 
-    from liger.backend import BACKENDS
+    from liger._core.op.backend import BACKENDS
 
     for kind, given, known in (("op", arguments.ops, OPS), ("backend", arguments.backends, BACKENDS)):
         unknown = [name for name in given if name not in known]
@@ -128,7 +128,7 @@ def main(argv=None):
         arguments.ops = [*arguments.ops, "heads"]
     complaint = _complaint(arguments)
     if complaint is not None:
-        print(f"liger bench: {complaint}", file=sys.stderr)
+        print(f"benchmarks/run.py: {complaint}", file=sys.stderr)
         return 2
     from . import suite
     from .harness import Options
@@ -140,7 +140,7 @@ def main(argv=None):
             if arguments.pictures is not None:
                 suite.illustrate(arguments.pictures)
         except ValueError as error:
-            print(f"liger bench: {error}", file=sys.stderr)
+            print(f"benchmarks/run.py: {error}", file=sys.stderr)
             return 2
         return 0
     options = Options(
@@ -152,7 +152,7 @@ def main(argv=None):
         peers=arguments.peers,
     )
     if arguments.rows and not suite.rows_of(arguments.ops or OPS, options, arguments.rows):
-        print(f"liger bench: no row has {' or '.join(arguments.rows)} in its name", file=sys.stderr)
+        print(f"benchmarks/run.py: no row has {' or '.join(arguments.rows)} in its name", file=sys.stderr)
         return 2
     return suite.run(
         arguments.ops, options, arguments.json, arguments.plots, arguments.rows, arguments.minutes

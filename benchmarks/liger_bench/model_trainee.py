@@ -8,7 +8,7 @@ import time
 import torch
 
 import liger
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 
 from .captured_step import WARM_UP, CapturedStep
 from .measure import PROVIDER_ERRORS, spread
@@ -84,7 +84,7 @@ class Trainee:
         if self.size.checkpointing and self.contestant.checkpointing:
             # The state of the random generator cannot be read during a capture, and this model has no dropout.
             settings = {"preserve_rng_state": False} if captured else {}
-            _checkpointing_names.enable(self.model, **settings)
+            methods.enable(self.model, **settings)
         self.call = self.contestant.prepare(self.model)
         self.shard()
         self.optimizer = self.make_optimizer(self.model.parameters())

@@ -63,7 +63,7 @@ def _read(path):
     result = json.loads(path.read_text())
     schema = result.get("schema") if isinstance(result, dict) else None
     if schema != SCHEMA:
-        of = "no result of liger bench" if schema is None else f"results of schema {schema}"
+        of = "no result of benchmarks/run.py" if schema is None else f"results of schema {schema}"
         raise ValueError(f"{path}: {of}, expected schema {SCHEMA}")
     return result
 

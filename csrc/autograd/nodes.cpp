@@ -2,7 +2,7 @@
 //
 // torch's stable ABI has no autograd nodes, so this library uses the full C++ API. It works with the torch
 // version that it was built with, which is part of its file name, and the package loads it into no other.
-// Without it the nodes are Python, with the same results: python/liger/_core/autograd.py.
+// Without it the nodes are Python, with the same results: python/liger/_core/op/autograd.py.
 //
 // For each op of the namespace liger whose backward has the arguments that follow, an op with its schema in the
 // namespace liger_autograd calls liger::<op> below autograd and records a node, whose backward calls
@@ -13,7 +13,7 @@
 //   need_grad_<input>   whether this gradient is needed
 //
 // and its results are grad_<input>. Other arguments keep their defaults, other results are dropped. The formulas
-// in Python follow from the same names: python/liger/_core/declared.py.
+// in Python follow from the same names: python/liger/_core/op/declared.py.
 //
 // Calls outside of this scheme (create_graph, transforms, missing gradients, constant inputs of ops that always
 // compute all gradients) run the formula in Python, which is the only one for all of them.

@@ -7,36 +7,36 @@ plain torch. The other ops of ``torch.ops.liger`` are Python code over these and
 from typing import TYPE_CHECKING
 
 from . import distributed
-from ._core import load  # noqa: F401  (registers the schemas, which the modules below need)
-from ._core.cross_entropy_results import CrossEntropyOutput
-from ._core.lazy import lazy
-from ._core.vmap import register_loops
-from ._tiled import tiled
-from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+from ._core.head.results import CrossEntropyOutput
+from ._core.op.backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+from ._core.op.vmap import register_loops
+from ._core.runtime import load  # noqa: F401  (registers the schemas, which the modules below need)
+from ._core.runtime.lazy import lazy
+from .ops.tiled_mlp.tiled import tiled
 
 # backend_report() and messages list the ops in the order of these imports.
 # isort: off
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rms_norm_gated import rms_norm_gated
-from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
-from .ops.complex_rope import complex_rope
+from .ops.cross_entropy import stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
+from .ops.rope.complex_rope import complex_rope
 from .ops import rescale as _rescale  # noqa: F401  (registers its ops)
-from .ops.cross_entropy import cross_entropy
-from .ops.divergence import jsd, kl_div, tvd
-from .ops.fused_linear_ce import fused_linear_ce
-from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
-from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
+from .ops.cross_entropy.op import cross_entropy
+from .ops.divergence.op import jsd, kl_div, tvd
+from .ops.fused_linear_ce.op import fused_linear_ce
+from .ops.fused_linear_divergence.op import fused_linear_jsd, fused_linear_kl_div
+from .ops.fused_linear_logprobs.op import LogProbs, fused_linear_logprobs
 from .ops.geglu import geglu, geglu_packed
 from .ops.group_norm import group_norm
-from .ops.grouped_experts import grouped_experts
+from .ops.grouped_experts.op import grouped_experts
 from .ops.layer_norm import layer_norm
-from .ops.mrope import mrope
+from .ops.rope.mrope import mrope
 from .ops.relu_squared import relu_squared
-from .ops.rope import rope
-from .ops.qk_norm_rope import qk_norm_rope
+from .ops.rope.op import rope
+from .ops.rope.qk_norm_rope import qk_norm_rope
 from .ops.softmax import softmax
 from .ops.swiglu import swiglu, swiglu_packed
-from .ops.tiled_mlp import tiled_mlp
+from .ops.tiled_mlp.op import tiled_mlp
 # isort: on
 
 _initialise()

@@ -13,7 +13,6 @@ import importlib.metadata
 import os
 import sys
 
-from . import bench
 from .commands import COMMANDS
 
 
@@ -38,23 +37,19 @@ def _parser() -> argparse.ArgumentParser:
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
-    subparsers.add_parser("bench", help=bench.SUMMARY, add_help=False)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs ``liger`` with the given arguments (default: those of the process); returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["bench"]:
-        return bench.main(argv[1:])
     parser = _parser()
     if not argv:
         parser.print_help()
         return 0
-    known = (*COMMANDS, "bench")
-    if not argv[0].startswith("-") and argv[0] not in known:
-        near = difflib.get_close_matches(argv[0], known, 1)
-        meant = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
+        meant = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(COMMANDS)}"
         parser.error(f"unknown command '{argv[0]}', {meant}")
     arguments = parser.parse_args(argv)
     try:

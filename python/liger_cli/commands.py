@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -106,24 +105,6 @@ def _plan(parser):
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
-MODELS = """\
-What liger.patch replaces in every causal and image-text model of transformers, and whether it is equal.
-
-Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched copy:
-loss and gradients, in training with dropout, checkpointing, images, packed positions and more. docs/models.md is the
-result for all types. The exit code is 1 if a patched model gives other numbers.
-"""
-
-
-def _models(parser):
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as llama; default: all")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the page to this file, not to stdout"
-    )
-    parser.add_argument("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-s", type=positive(float), default=300.0, help="seconds for one model class")
-
-
 DEMO = """\
 Trains the same Llama on the same text twice, unpatched and patched with one line of liger, and compares the losses
 of every step, tokens per second and peak memory.
@@ -148,11 +129,6 @@ def _demo(parser):
     )
     parser.add_argument("--steps", type=positive(int), help="training steps (default: by the size)")
     parser.add_argument(
-        "--snapshot",
-        action="store_true",
-        help="after the run, memory.png: two more steps of each model, every allocation by category over time",
-    )
-    parser.add_argument(
         "--output",
         type=Path,
         default=Path("demo-output"),
@@ -163,8 +139,5 @@ def _demo(parser):
 COMMANDS = {
     "info": Command("versions, devices, what was built, and which backend serves each function", INFO, _info),
     "plan": Command("memory of the lm_head and its chunks, or of the activations of a model", PLAN, _plan),
-    "models": Command(
-        "what liger.patch replaces in every model of transformers, and whether it is equal", MODELS, _models
-    ),
     "demo": Command("train a Llama with and without liger on this machine and compare", DEMO, _demo),
 }

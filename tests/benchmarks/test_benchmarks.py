@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-import liger_cli as cli
 from liger_bench import (
     OPS,
     bench_fused_linear_ce,
+    cli,
     harness,
     plots,
 )
@@ -35,7 +35,7 @@ def double(t):
 def results(request, tmp_path_factory):
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("results") / "run.json"
-    code = cli.main(["bench", "--self-test", "--json", str(path), *request.param])
+    code = cli.main(["--self-test", "--json", str(path), *request.param])
     return code, path, json.loads(path.read_text())
 
 
@@ -93,7 +93,7 @@ def test_report_is_written_again_from_a_result_file(results):
     _code, path, _result = results
     before = path.with_suffix(".md").read_text()
     path.with_suffix(".md").unlink()
-    assert cli.main(["bench", "--from", str(path), "--no-plots"]) == 0
+    assert cli.main(["--from", str(path), "--no-plots"]) == 0
     assert path.with_suffix(".md").read_text() == before
 
 

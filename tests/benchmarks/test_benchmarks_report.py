@@ -6,10 +6,8 @@ import pytest
 import torch
 from forked_python import python
 
-import liger_cli as cli
-from liger_bench import OPS, environment, goals, harness, report, suite, verdict
+from liger_bench import OPS, cli, environment, goals, harness, report, suite, verdict
 from liger_bench.harness import Options
-from liger_cli import bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,23 +160,23 @@ def test_a_target_that_cannot_be_told_or_was_not_measured():
     ],
 )
 def test_bad_arguments(arguments, words, capsys):
-    assert cli.main(["bench", *arguments]) == 2
+    assert cli.main([*arguments]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["bench"]) == 2
+    assert cli.main([]) == 2
     assert "no CUDA device; --self-test" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "liger bench: ")]
+    ("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "benchmarks/run.py: ")]
 )
 def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
     path = tmp_path / "old.json"
     path.write_text(text)
-    assert cli.main(["bench", "--from", str(path)]) == 2
+    assert cli.main(["--from", str(path)]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -194,62 +192,9 @@ def test_a_copy_without_history_has_no_commit(monkeypatch, tmp_path):
     assert facts["commit"] is None and facts["modified"] is None
 
 
-# --- where the suite is ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(monkeypatch, tmp_path):
-    """liger as it is installed from a wheel, and a current folder without a checkout."""
-    monkeypatch.delenv(bench.VARIABLE, raising=False)
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib/site-packages/liger_cli/bench.py"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def suite_in(folder):
-    (folder / "liger_bench").mkdir(parents=True)
-    (folder / "liger_bench/cli.py").touch()
-    return folder
-
-
-def test_without_a_checkout_it_says_how_to_get_the_suite(installed, capsys):
-    assert cli.main(["bench", "--self-test"]) == 2
-    said = capsys.readouterr().err
-    assert "Clone the repository" in said and "LIGER_BENCHMARKS=" in said
-
-
-def test_the_variable_comes_first_and_excludes_other_folders(installed, monkeypatch, capsys):
-    suite_in(installed / "benchmarks")
-    other = suite_in(installed / "other")
-    monkeypatch.setenv(bench.VARIABLE, str(other))
-    assert bench.suite_folder() == other
-    monkeypatch.setenv(bench.VARIABLE, str(installed))
-    assert cli.main(["bench"]) == 2
-    assert f"no benchmark suite in {installed}, which LIGER_BENCHMARKS names" in capsys.readouterr().err
-
-
-def test_then_the_checkout_of_the_current_folder(installed, monkeypatch):
-    (installed / "docs").mkdir()
-    suite = suite_in(installed / "benchmarks")
-    monkeypatch.chdir(installed / "docs")
-    assert bench.suite_folder() == suite
-
-
-def test_then_the_checkout_of_an_editable_install(installed, monkeypatch):
-    suite = suite_in(installed / "checkout/benchmarks")
-    monkeypatch.setattr(bench, "__file__", str(installed / "checkout/python/liger_cli/bench.py"))
-    assert bench.suite_folder() == suite
-
-
 # --- how it starts --------------------------------------------------------------------------------------------------
 
 
 def test_run_py_is_the_command():
     done = python(ROOT / "benchmarks/run.py", "--from", "no-such.json")
-    assert done.returncode == 2 and "liger bench: no such file" in done.stderr
-
-
-def test_importing_liger_does_not_import_the_suite():
-    code = "import sys, liger, liger_cli; print(*[m for m in sys.modules if m.startswith('liger_bench')])"
-    done = python("-c", code)
-    assert (done.returncode, done.stdout.strip()) == (0, "")
+    assert done.returncode == 2 and "benchmarks/run.py: no such file" in done.stderr

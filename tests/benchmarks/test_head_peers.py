@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import liger_cli as cli
-from liger_bench import harness, head_peers, measure, merge, report
+from liger_bench import cli, harness, head_peers, measure, merge, report
 
 # Of a made-up TRL: the backward of the head takes a function from a module that needs more than the head.
 HEAD = """
@@ -220,13 +219,13 @@ def test_a_few_rows_at_a_time(tmp_path, capsys):
             str(file),
             "--no-plots",
         ]
-        assert cli.main(["bench", *arguments]) == 0
+        assert cli.main([*arguments]) == 0
     both = tmp_path / "both.json"
     sources = [str(file) for file in files]
-    assert cli.main(["bench", "--from", *sources]) == 2
-    assert cli.main(["bench", "--from", *sources, "--json", str(both), "--no-plots"]) == 0
+    assert cli.main(["--from", *sources]) == 2
+    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 0
     names = [row["name"] for row in json.loads(both.read_text())["rows"]]
     assert len(names) == 2 and "softcap" in names[0] and "smoothing" in names[1]
     assert "Times relative to three GEMMs" in both.with_suffix(".md").read_text()
-    assert cli.main(["bench", "--heads", "--self-test", "--rows", "no such row"]) == 2
+    assert cli.main(["--heads", "--self-test", "--rows", "no such row"]) == 2
     assert "no row has no such row in its name" in capsys.readouterr().err

@@ -25,7 +25,8 @@ from combinations import (
 )
 from tiny_models import assert_same_step
 
-from liger.transformers import _checkpointing_names, _reuse
+from liger.transformers.checkpointing import methods
+from liger.transformers.recipe import reuse
 
 TEXTS = types("qwen3", "gemma3_text", "mixtral")
 
@@ -35,7 +36,7 @@ def pair(model_type, use_reentrant, device="cpu", options=(), **settings):
     models = tiny(model_type, device, **settings), tiny(model_type, device, **settings)
     liger.patch(models[0], **dict(options))
     for model in models:
-        _checkpointing_names.enable(model, use_reentrant=use_reentrant)
+        methods.enable(model, use_reentrant=use_reentrant)
     return models
 
 
@@ -83,7 +84,7 @@ def test_variants(model_type, use_reentrant, change):
 @pytest.mark.parametrize("model_type", TEXTS)
 def test_selective_checkpointing(model_type, saved, monkeypatch):
     """Outputs that a policy saves must survive a backward that overwrites activations."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
 
     def policy(context, op, *args, **kwargs):
         names = ("aten.mm", "aten.addmm") if saved == "GEMMs" else ("liger.",)
@@ -93,7 +94,7 @@ def test_selective_checkpointing(model_type, saved, monkeypatch):
     models = liger.patch(tiny(model_type)), tiny(model_type)
     for model in models:
         context = functools.partial(create_selective_checkpoint_contexts, policy)
-        _checkpointing_names.enable(model, context_fn=context)
+        methods.enable(model, context_fn=context)
     assert_same_step(*(seeded_step(model, inputs_of(model_type)) for model in models))
 
 
@@ -136,7 +137,7 @@ def test_checkpoint_around_the_backbone():
 @pytest.mark.parametrize("model_type", TEXTS)
 def test_saved_tensors_on_the_cpu(model_type, device, monkeypatch):
     """Copies of saved tensors may not be taken for the memory that a backward may overwrite."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     results = []
     for model in (liger.patch(tiny(model_type, device)), tiny(model_type, device)):
         with torch.autograd.graph.save_on_cpu():

@@ -33,7 +33,7 @@ from tiny_models import assert_same_step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
 from liger.nn import TiledSwiGLUMLP  # noqa: E402
-from liger.transformers import _classes  # noqa: E402
+from liger.transformers.recipe import classes  # noqa: E402
 
 TEXTS = types("qwen3", "gemma3_text", "mixtral")
 
@@ -166,7 +166,7 @@ def test_which_hooks_move_nothing():
             hooks.add_hook_to_module(norm, hook)
         if forward is not None:
             norm.forward = forward
-        return _classes.is_called_plainly(norm, x)
+        return classes.is_called_plainly(norm, x)
 
     assert is_plain() and is_plain(hooks.AlignDevicesHook("cpu"))
     assert not is_plain(hooks.AlignDevicesHook("meta"))

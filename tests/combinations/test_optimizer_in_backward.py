@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from combinations import DEVICES, assert_same_weights, inputs_of, tiny, types  # noqa: E402
 
-from liger.transformers import _checkpointing_names  # noqa: E402
+from liger.transformers.checkpointing import methods  # noqa: E402
 
 LEARNING_RATE, STEPS = 0.05, 3
 
@@ -94,7 +94,7 @@ def test_hooks(model_type, device):
 @pytest.mark.parametrize("model_type", types("qwen3", "gemma3_text", "mixtral"))
 def test_checkpointing(model_type, reentrant, device):
     """The recomputation of a layer reads weights that have not had their step."""
-    run(model_type, device, lambda model: _checkpointing_names.enable(model, use_reentrant=reentrant))
+    run(model_type, device, lambda model: methods.enable(model, use_reentrant=reentrant))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,7 +4,7 @@ import torch
 from processes import needs_gloo, on_processes, part_of
 from torch.distributed import group
 
-from liger.compat._cross_entropy import (
+from liger.compat.losses.cross_entropy import (
     LigerFusedLinearScaledCrossEntropyFunction,
     LigerFusedLinearScaledCrossEntropyTPFunction,
 )

@@ -13,7 +13,7 @@ DISTRIBUTION = ROOT / "compat"
 
 
 # Its sitecustomize.py hides an installed liger-kernel.
-HIDING = ROOT / "tests" / "support" / "without_liger_kernel"
+HIDING = ROOT / "tests/support/processes/without_liger_kernel"
 
 
 def another_is_installed():
@@ -190,8 +190,8 @@ def test_the_distribution_has_the_same_names():
 import liger_kernel.transformers
 import liger_kernel.transformers.rms_norm as module
 import liger.compat
-import liger.compat._norms
-assert module.LigerRMSNorm is liger.compat._norms.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
+import liger.compat.layers.norms
+assert module.LigerRMSNorm is liger.compat.layers.norms.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
 print(liger_kernel.__file__, liger_kernel.__version__)
 """
     expected = f"{DISTRIBUTION / 'liger_kernel' / '__init__.py'} 0.8.5\n"
@@ -233,7 +233,7 @@ def test_star_imports_without_a_package(package):
 import sys
 sys.modules[{package!r}] = None
 import inspect, liger.compat
-from liger.compat._names import MODULES
+from liger.compat.names import MODULES
 for module in MODULES:
     exec(f"from {{module}} import *")
     inspect.getmembers(sys.modules[module])

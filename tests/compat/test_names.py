@@ -6,13 +6,13 @@ import pytest
 import torch
 from compat_comparisons import CASES, differentiable, gradients
 
-from liger.compat._architectures import FUNCTION_NAMES
-from liger.compat._names import MODULES
+from liger.compat.names import MODULES
+from liger.compat.patching.architectures import FUNCTION_NAMES
 
 pytest.importorskip("transformers")
 
 # Tested in other files of this folder, by their effect on a model, on a process group or on a script.
-ELSEWHERE = {"_patching", "_auto", "_configure", "_fsdp", "_orpo_trainer", "_utils"}
+ELSEWHERE = {"patching.functions", "patching.auto", "configure", "fsdp", "patching.orpo_trainer", "utils"}
 OUTPUT_CLASSES = {"LigerCausalLMOutputWithPast", "LigerMoeCausalLMOutputWithPast"}
 
 
@@ -20,7 +20,7 @@ OUTPUT_CLASSES = {"LigerCausalLMOutputWithPast", "LigerMoeCausalLMOutputWithPast
 def test_every_name_resolves(module):
     found = importlib.import_module(module)
     for name, source in MODULES[module].items():
-        if source == "_orpo_trainer":
+        if source == "patching.orpo_trainer":
             pytest.importorskip("trl")
         if name == "torch_to_triton_dtype":
             pytest.importorskip("triton")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from liger.compat._names import MODULES, needed_packages
+from liger.compat.names import MODULES, needed_packages
 
 pytest.importorskip("transformers")
 

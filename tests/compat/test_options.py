@@ -9,10 +9,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import liger  # noqa: E402
-from liger.compat import _patching as compat  # noqa: E402
-from liger.compat._architectures import LOSS_FROM_LOGITS, OPEN, PARAMETERS  # noqa: E402
-from liger.transformers._classes import recipe_of  # noqa: E402
-from liger.transformers._options import LOSSES, NAMES, Options  # noqa: E402
+from liger.compat.patching import functions as compat  # noqa: E402
+from liger.compat.patching.architectures import LOSS_FROM_LOGITS, OPEN, PARAMETERS  # noqa: E402
+from liger.transformers.patching.options import LOSSES, NAMES, Options  # noqa: E402
+from liger.transformers.recipe.classes import recipe_of  # noqa: E402
 
 DEFAULTS = dataclasses.asdict(Options())
 # What an option needs besides itself.

@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from liger.compat._architectures import MODEL_TYPES, PARAMETERS  # noqa: E402
+from liger.compat.patching.architectures import MODEL_TYPES, PARAMETERS  # noqa: E402
 from liger.transformers import patch_report  # noqa: E402
 
 FUSED = "fused_linear_cross_entropy"

@@ -4,8 +4,6 @@ import pytest
 import torch
 from logprobs_sm90 import engine_calls
 
-from liger.distributed import _sm90_shards
-
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -15,7 +13,5 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def shards(sm90):
-    assert _sm90_shards.CompiledSteps.are_built() and _sm90_shards.CompiledSteps.clusters(
-        torch.empty(1, device=sm90)
-    )
+    assert sm90.CompiledSteps.are_built() and sm90.CompiledSteps.clusters(torch.empty(1, device=sm90))
     return sm90

@@ -7,8 +7,8 @@ from cuda_graphs import capture
 from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
-from liger._core.lm_head import Sm90LMHeadGradients
-from liger.ops.fused_linear_divergence import fused_linear_distillation
+from liger._core.head.lm_head import Sm90LMHeadGradients
+from liger.ops.fused_linear_divergence.op import fused_linear_distillation
 
 pytestmark = pytest.mark.gpu
 # rows, hidden, vocab, budget

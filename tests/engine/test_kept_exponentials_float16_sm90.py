@@ -15,7 +15,7 @@ from test_logprobs_float16_sm90 import KINDS, layer
 from torch.nn.functional import linear
 
 import liger
-from liger._core import kept_logits
+from liger._core.head import kept_logits
 
 pytestmark = pytest.mark.gpu
 

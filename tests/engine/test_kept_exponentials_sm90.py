@@ -12,7 +12,7 @@ from sm90_engine import BESIDE, BFLOAT16, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
 from torch.utils.checkpoint import checkpoint
 
 import liger
-from liger._core import kept_logits
+from liger._core.head import kept_logits
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sm90_engine import BESIDE, HIDDEN_SIZES, PARTS_OF_CHUNKS, SHAPES, SUMS, SUMS_BF16
 
-from liger._core.sm90_plan import ENGINE
+from liger._core.head.sm90_plan import ENGINE
 
 GRAD_INPUT_WIDTHS, GRAD_WEIGHT_WIDTHS = ENGINE.grad_input_widths, ENGINE.grad_weight_widths
 HIDDEN_UNIT = ENGINE.hidden_unit

@@ -17,7 +17,7 @@ from shards_sm90 import SHAPES, even_bounds, surprising
 from sm90_engine import MIB, ROWS, assert_observed
 
 import liger
-from liger.distributed import _sm90_logprob_shards, _sm90_shards
+from liger.distributed.vocab import sm90, sm90_logprobs
 
 gpu = pytest.mark.gpu
 
@@ -79,7 +79,7 @@ def test_plans_of_kept_exponentials(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rules_without_a_gpu(ranks, dtype, scale, entropy, recompute, monkeypatch):
     """With steps in torch, whose rounding is that of the engine, but for the sum of weight gradients."""
-    monkeypatch.setattr(_sm90_shards, "steps", LogProbSteps)
+    monkeypatch.setattr(sm90, "steps", LogProbSteps)
     monkeypatch.setattr(LogProbSteps, "moved", 0)
     monkeypatch.setattr(LogProbSteps, "overflows", 0)
     x, weight, target = (t.to(dtype) if t.is_floating_point() else t for t in SUMS.layer("cpu"))
@@ -270,7 +270,7 @@ def _one_process(entropy, keep, rank, world):
     x, weight, target = shape.layer(device)
     mine = [t.clone().requires_grad_() for t in (x, weight)]
     grads = upstream(shape, device, entropy)
-    engine = _sm90_logprob_shards
+    engine = sm90_logprobs
     with (
         liger.use_backend("cuda"),
         patch.object(engine, "forward", wraps=engine.forward) as forward,
@@ -306,6 +306,6 @@ def test_memory_of_kept_exponentials():
     """What is compared with the budget is what a forward allocates, in the layout of its plan."""
     plan, _ = plans_of(ONE_CHUNK, 2, keep=True)
     for classes in (128, 4225):
-        (elements,), numbers = _sm90_logprob_shards.kept_shapes(ONE_CHUNK.rows, classes)
+        (elements,), numbers = sm90_logprobs.kept_shapes(ONE_CHUNK.rows, classes)
         assert 2 * elements == -(-classes // 128) * plan.workspace_panel_bytes
         assert numbers == (ONE_CHUNK.rows, 4)

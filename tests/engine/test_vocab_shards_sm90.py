@@ -17,7 +17,7 @@ from sm90_engine import GRADIENT, LOSS, MIB, ROWS, assert_close_to_exact, exact
 from torch.nn.functional import linear
 
 import liger
-from liger.distributed import _sm90_shards
+from liger.distributed.vocab import sm90
 
 gpu = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_the_shapes_are_what_they_are_named():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_rules_without_a_gpu(ranks, dtype, scale, monkeypatch):
     """With steps in torch, whose rounding is that of the engine, but for the sum of weight gradients."""
-    monkeypatch.setattr(_sm90_shards, "steps", ReferenceSteps)
+    monkeypatch.setattr(sm90, "steps", ReferenceSteps)
     monkeypatch.setattr(ReferenceSteps, "moved", 0)
     x, weight, target = (t.to(dtype) if t.is_floating_point() else t for t in SUMS.layer("cpu"))
     if scale > 1.0:
@@ -203,7 +203,7 @@ def _one_process(rank, world):
     def step():
         return in_shards.fused_linear_ce(*mine, target, **options)
 
-    with liger.use_backend("cuda"), patch.object(_sm90_shards, "run", wraps=_sm90_shards.run) as run:
+    with liger.use_backend("cuda"), patch.object(sm90, "run", wraps=sm90.run) as run:
         found = step()
     assert run.call_count == 1
     found.loss.backward()

@@ -21,7 +21,7 @@ import torch
 from hypothesis import strategies as st
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
 # The shares of all tests together.
@@ -37,7 +37,7 @@ def _dtypes(draw, halves):
         found.append(torch.float16)
     if halves and not triton_interpreted():  # Its bfloat16 products are wrong.
         found.append(torch.bfloat16)
-    if liger.backend._requested[0] == "torch":  # The others have no float64.
+    if liger._core.op.backend._requested[0] == "torch":  # The others have no float64.
         found.append(torch.float64)
     return draw(st.sampled_from(found))
 

@@ -25,7 +25,7 @@ from losses_cases import leaf
 
 import liger
 from liger import losses
-from liger.ops import fused_linear_divergence_kernel as engine
+from liger.ops.fused_linear_divergence import chunks as engine
 
 
 @pytest.fixture(params=BUDGETS)

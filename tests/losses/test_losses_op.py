@@ -13,7 +13,7 @@ from losses_cases import BUDGETS, LENGTH, VOCAB, leaf, make
 
 import liger
 from liger import losses
-from liger._core import lm_head
+from liger._core.head import lm_head
 from liger.losses import _op
 
 EVERY = {

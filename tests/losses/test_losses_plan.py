@@ -6,8 +6,8 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 
-from liger._core.lm_head import LMHead
-from liger._core.sm90_plan import ENGINE, LinearCePlan, plan_chunks_sm90
+from liger._core.head.lm_head import LMHead
+from liger._core.head.sm90_plan import ENGINE, LinearCePlan, plan_chunks_sm90
 from liger.losses import _chunks
 
 MIB = 1 << 20

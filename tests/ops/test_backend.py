@@ -10,13 +10,9 @@ import pytest
 import torch
 
 import liger
-from liger import backend
-from liger._core import load
-from liger.backend import (
-    FAMILIES,
-    BackendUnavailable,
-    parse,
-)
+from liger._core.op import backend
+from liger._core.op.backend import FAMILIES, BackendUnavailable, parse
+from liger._core.runtime import load
 
 RMS_NORM = FAMILIES["rms_norm"]
 needs_triton = pytest.mark.skipif(
@@ -96,7 +92,7 @@ def test_an_explicit_backend_that_is_missing_raises_at_import():
     hidden = "import sys; sys.modules['triton'] = None; import liger"
     line = last_line_of_failure(hidden, LIGER_BACKEND="torch,rope=triton", TRITON_INTERPRET="1")
     assert line == (
-        "liger.backend.BackendUnavailable: LIGER_BACKEND: backend 'triton' was requested for rope, but triton is not "
+        "liger.BackendUnavailable: LIGER_BACKEND: backend 'triton' was requested for rope, but triton is not "
         'installed: pip install "liger-ops[triton]"'
     )
 

@@ -7,16 +7,9 @@ import pytest
 import torch
 from cases import compiled
 
-from liger import backend
-from liger._core import load
-from liger.backend import (
-    BACKENDS,
-    FAMILIES,
-    BackendUnavailable,
-    code_for,
-    preference,
-    supported,
-)
+from liger._core.op import backend
+from liger._core.op.backend import BACKENDS, FAMILIES, BackendUnavailable, code_for, preference, supported
+from liger._core.runtime import load
 
 RMS_NORM = FAMILIES["rms_norm"]
 

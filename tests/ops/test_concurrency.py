@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import liger
-from liger._core import load
+from liger._core.runtime import load
 
 pytestmark = [
     pytest.mark.gpu,

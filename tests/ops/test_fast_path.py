@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
-from liger._core.forward_gradients import rescale_
+from liger._core.op.forward_gradients import rescale_
 
 
 @pytest.fixture(params=CASES)

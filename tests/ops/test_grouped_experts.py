@@ -8,8 +8,8 @@ from cuda_graphs import no_synchronisation
 from errors import error_about
 
 import liger
-from liger._core import grouped_mm
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
+from liger.ops.grouped_experts import grouped_mm
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 16, 24
 

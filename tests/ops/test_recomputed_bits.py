@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import liger
-from liger.transformers._gated_linear import SAME_VALUE_IN_BACKWARD
+from liger.transformers.mlp.gated_linear import SAME_VALUE_IN_BACKWARD
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of every kernel: several per block, vectors of two, four and eight per thread, no vectors, read twice.

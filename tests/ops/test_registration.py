@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import liger
-from liger._core import load
-from liger.backend import FAMILIES, PORTABLE
+from liger._core.op.backend import FAMILIES, PORTABLE
+from liger._core.runtime import load
 
 OPS = sorted(
     name.removeprefix("liger::")
@@ -83,8 +83,12 @@ def differentiable_inputs(arguments, op=None):
 
 def test_every_op_has_samples():
     missing, unknown = set(OPS) - set(SAMPLES), set(SAMPLES) - set(OPS)
-    assert not missing, f"ops without an entry in SAMPLES of tests/support/samples.py: {sorted(missing)}"
-    assert not unknown, f"entries in SAMPLES of tests/support/samples.py that are no op: {sorted(unknown)}"
+    assert not missing, (
+        f"ops without an entry in SAMPLES of tests/support/samples/samples.py: {sorted(missing)}"
+    )
+    assert not unknown, (
+        f"entries in SAMPLES of tests/support/samples/samples.py that are no op: {sorted(unknown)}"
+    )
 
 
 def test_the_schemas_of_the_source_are_the_ones_loaded():
@@ -368,7 +372,7 @@ DIVERGENCES = {"kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"
 
 def test_every_public_op_is_compiled_and_exported():
     missing = set(OPS) & set(liger.__all__) - set(PUBLIC_OPS) - DIVERGENCES
-    assert not missing, f"ops without an entry in CASES of tests/support/public_ops.py: {sorted(missing)}"
+    assert not missing, f"ops without an entry in CASES of tests/support/api/public_ops.py: {sorted(missing)}"
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -379,6 +383,6 @@ def test_every_op_takes_dtensors(op):
 
     entry = torch._library.simple_registry.singleton.find(f"liger::{op}")
     assert entry.torch_dispatch_rules.find(DTensor), (
-        f"{op} has no DTensor rule: add an entry to RULES in python/liger/distributed/_rules.py or, for a loss, "
-        "to LOSS_RULES in _loss_rules.py there"
+        f"{op} has no DTensor rule: add an entry to RULES in python/liger/distributed/rules/ops.py or, for a loss, "
+        "to LOSS_RULES in rules/losses.py there"
     )

@@ -70,7 +70,7 @@ def test_infinite_and_nan_values(device):
 def test_block_size_changes_no_bit(monkeypatch):
     x, factor = torch.randn(40, 33).bfloat16(), torch.tensor(0.3)
     whole = torch.ops.liger.rescale(x, factor)
-    monkeypatch.setattr("liger._core.row_blocks._CPU_BLOCK", 100)
+    monkeypatch.setattr("liger._core.math.row_blocks._CPU_BLOCK", 100)
     assert torch.equal(torch.ops.liger.rescale(x, factor), whole)
 
 

@@ -34,9 +34,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from liger._core.declared import declarations
-from liger._core.environment import triton_interpreted
-from liger.ops.grouped_experts_torch import Gate
+from liger._core.op.declared import declarations
+from liger._core.runtime.environment import triton_interpreted
+from liger.ops.grouped_experts.routing import Gate
 
 pytestmark = pytest.mark.skipif(
     triton_interpreted(), reason="under TRITON_INTERPRET=1 kernels are Python functions"

@@ -9,7 +9,7 @@ from live_bytes import LiveBytes
 
 import liger
 import liger_cli as cli
-from liger._core.sm90_plan import plan_chunks_sm90
+from liger._core.head.sm90_plan import plan_chunks_sm90
 from liger.cli import plan as plan_command
 from liger.cli.plan import head_memory
 

@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys
 sys.modules.update(dict.fromkeys(["transformers", "trl", "triton"]))
 import liger, liger.compat
-from liger.compat._names import MODULES
+from liger.compat.names import MODULES
 
 def message(*path):
     try:

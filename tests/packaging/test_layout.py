@@ -1,7 +1,7 @@
-"""The packages of liger form layers: a package imports from those below it only, and no import is circular.
+"""The rooms of liger form layers: a module imports from the rooms below its own only, and no import is circular.
 
-Imports within functions count as well. ``liger.backend``
-loads the modules of ``liger.triton_kernels`` by names that the ops give it, which is no import of that package.
+A room is a folder of modules. Imports within functions count as well. ``liger._core.op.backend`` loads the modules of
+``liger.triton_kernels`` by names that the ops give it, which is no import of that package.
 """
 
 import ast
@@ -12,21 +12,38 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Each package or module of liger, with those that it may import from.
+# Each room with the rooms that it may import from; a name without a dot is a package with all of its rooms.
 BELOW = {
-    "_core": set(),
+    "_core.runtime": set(),
+    "_core.dtensor": set(),
+    "_core.math": set(),
+    "_core.op": {"_core.runtime", "_core.dtensor", "_core.math"},
+    "_core.head": {"_core.runtime", "_core.dtensor", "_core.math", "_core.op"},
+    "_core.modules": {"_core.dtensor"},
     "ops": {"_core"},
-    "_tiled": {"_core"},
     "triton_kernels": {"_core", "ops"},
     "losses": {"_core", "ops"},
-    "distributed": {"_core", "ops"},
-    "nn": {"_core", "ops", "_tiled", "distributed"},
-    "transformers": {"_core", "ops", "_tiled", "distributed"},
+    "distributed.vocab": {"_core", "ops"},
+    "distributed.rules": {"_core"},
+    "distributed": {"_core", "distributed.vocab", "distributed.rules"},
+    "nn": {"_core", "ops"},
+    "transformers.recipe": {"_core"},
+    "transformers.norms": {"_core", "ops", "transformers.recipe"},
+    "transformers.mlp": {"_core", "ops", "transformers.recipe"},
+    "transformers.head": {"_core", "ops", "transformers.recipe"},
+    "transformers.attention": {"_core", "ops", "transformers.recipe", "transformers.norms"},
+    "transformers.checkpointing": {
+        *("_core", "transformers.recipe", "transformers.norms", "transformers.mlp", "transformers.attention"),
+    },
+    "transformers.patching": {"_core", "transformers"},
+    "transformers": {"_core", "transformers"},
     "trl": {"_core", "ops", "losses", "transformers"},
-    "compat": {"_core", "_tiled", "ops", "losses", "nn", "distributed", "transformers", "trl"},
+    "compat": {"_core", "ops", "losses", "nn", "distributed", "transformers", "trl"},
 }
 # These may import everything that does not import them; "" is liger/__init__.py.
-TOP = {"", "benchmarks", "cli"}
+TOP = {"", "cli"}
+# What fits a screen: the files and folders of any folder.
+SCREEN = 24
 
 
 def sources():
@@ -45,10 +62,11 @@ def sources():
 SOURCES = sources()
 
 
-def package_of(module):
-    """The package below liger. ``liger.backend`` is the public module of ``_core``."""
-    name = module.partition(".")[2].partition(".")[0]
-    return "_core" if name == "backend" else name
+def room_of(module):
+    """The folder of a module below liger where BELOW lists it, else its package."""
+    parts = module.split(".")[1:]
+    room = ".".join(parts[:2])
+    return room if room in BELOW else "".join(parts[:1])
 
 
 def imported_by(module):
@@ -73,37 +91,43 @@ def imported_by(module):
 IMPORTS = {module: imported_by(module) for module in SOURCES}
 
 
-def imports_between_packages():
-    between = {package_of(module): set() for module in SOURCES}
+def imports_between_rooms():
+    between = {room_of(module): set() for module in SOURCES}
     for module, imported in IMPORTS.items():
-        between[package_of(module)].update(map(package_of, imported))
-    return {package: imported - {package} for package, imported in between.items()}
+        between[room_of(module)].update(map(room_of, imported))
+    return {room: imported - {room} for room, imported in between.items()}
 
 
 def test_imports_are_followed():
-    assert "liger._core.declared" in IMPORTS["liger.ops.rms_norm"]
-    assert "liger.ops.tiled_mlp" in IMPORTS["liger.nn.tiled_mlp"]
-    assert "liger._core.dtensor_rows" in IMPORTS["liger._core.dtensor"]
-    assert "liger._core.gated" in IMPORTS["liger.triton_kernels.geglu"]
-    assert "liger.distributed._classes_in_shards" in IMPORTS["liger.distributed"]
+    assert "liger._core.op.declared" in IMPORTS["liger.ops.rms_norm"]
+    assert "liger.ops.tiled_mlp.op" in IMPORTS["liger.nn.tiled_mlp"]
+    assert "liger._core.dtensor.rows" in IMPORTS["liger._core.dtensor.inputs"]
+    assert "liger.ops.gated" in IMPORTS["liger.triton_kernels.geglu"]
+    assert "liger.distributed.vocab.dtensors" in IMPORTS["liger.distributed"]
 
 
-def test_every_package_has_a_layer():
-    assert {package_of(module) for module in SOURCES} - TOP == set(BELOW)
+def test_every_room_has_a_layer():
+    assert {room_of(module) for module in SOURCES} - TOP - {"_core"} == set(BELOW)
 
 
-@pytest.mark.parametrize("package", BELOW)
-def test_a_package_imports_from_those_below_it_only(package):
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_from_those_below_it_only(room):
+    allowed = BELOW[room] | {room}
     wrong = {
         f"{module} imports {name}"
         for module, imported in IMPORTS.items()
         for name in imported
-        if package_of(module) == package and package_of(name) not in BELOW[package] | {package}
+        if room_of(module) == room and not {room_of(name), name.split(".")[1]} & allowed
     }
     assert not wrong
 
 
-@pytest.mark.parametrize("graph", [IMPORTS, imports_between_packages()], ids=["modules", "packages"])
+def test_a_folder_fits_a_screen():
+    folders = {path.parent for path in SOURCES.values()}
+    assert not [str(f) for f in folders if len([p for p in f.iterdir() if p.name != "__pycache__"]) > SCREEN]
+
+
+@pytest.mark.parametrize("graph", [IMPORTS, imports_between_rooms()], ids=["modules", "rooms"])
 def test_no_import_is_circular(graph):
     try:
         TopologicalSorter(graph).prepare()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from packages import NODES, OLDEST_TORCH, call
 
-from liger._core import load
+from liger._core.runtime import load
 
 pytestmark = pytest.mark.packaging
 
@@ -94,7 +94,7 @@ def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
 
 USE_NODES = """
 import torch, liger
-from liger._core import load
+from liger._core.runtime import load
 print(load.NODES_LOADED, liger.rms_norm(torch.ones(2, 4, requires_grad=True)).grad_fn.name())
 """
 

@@ -192,7 +192,7 @@ def fresh_python(tmp_path):
 
 USE = """
 import sys, torch, liger, liger.triton_kernels
-from liger._core.build_info import build_info
+from liger._core.runtime.build_info import build_info
 x = torch.randn(4, 8, requires_grad=True)
 liger.rms_norm(x, torch.ones(8)).sum().backward()
 print(liger.__file__, liger.triton_kernels.__file__, build_info()["cuda"] or "no-cuda")
@@ -208,10 +208,8 @@ def test_wheel_in_a_fresh_environment(wheel, fresh_python, tmp_path):
     assert package.startswith(str(tmp_path)) and kernels.startswith(str(tmp_path)) and cuda == "no-cuda"
     _, out = call(fresh_python.parent / "liger", "info", cwd=tmp_path)
     assert "CPU and Triton build, without CUDA kernels" in out
-    bench = (fresh_python.parent / "liger", "bench", "swiglu", "--self-test", "--no-plots")
-    code, out = call(*bench, cwd=tmp_path, check=False)
-    assert code == 2 and "the benchmark suite is not part of the installed package" in out
-    call(*bench, "--json", tmp_path / "out/r.json", cwd=ROOT / "docs")
+    bench = (fresh_python, ROOT / "benchmarks/run.py", "swiglu", "--self-test", "--no-plots")
+    call(*bench, "--json", tmp_path / "out/r.json", cwd=tmp_path)
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".md"]
 
 

@@ -12,7 +12,7 @@ def test_public_signatures_are_the_recorded_ones():
     changes = list(
         difflib.unified_diff(recorded, public_api.current(), "recorded", "current", lineterm="", n=0)
     )
-    assert not changes, "python tests/support/public_api.py records them:\n" + "\n".join(changes)
+    assert not changes, "python tests/support/api/public_api.py records them:\n" + "\n".join(changes)
 
 
 def test_a_changed_default_and_a_new_method_are_seen():

@@ -233,6 +233,7 @@ def test_size_budget(tmp_path):
 def test_a_library_outside_the_stable_abi(tmp_path):
     pytest.importorskip("torch_abi_audit")
     import torch
+
     from release.wheels import Failure, require_stable_abi
 
     library = next(Path(torch.__file__).parent.glob("_C.*.so"))
@@ -261,9 +262,8 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(capsys):
 
 
 def test_the_version_of_this_checkout_can_be_released():
-    import release_check
-
     import liger
+    import release_check
 
     version, heading = release_check.check_version()
     assert version == liger.__version__ and heading.startswith(f"## {version}")

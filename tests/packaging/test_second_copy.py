@@ -5,7 +5,7 @@ import shutil
 import pytest
 from forked_python import python
 
-from liger._core import load
+from liger._core.runtime import load
 
 LIBRARY = load._library("liger_ops")
 

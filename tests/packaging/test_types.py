@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import liger
-from liger._core import types
+from liger._core.op import types
 
 # liger.trl and liger.transformers need packages that may be missing.
 MODULES = [
@@ -136,7 +136,7 @@ def test_the_types_of_options_have_their_names(function, options):
 
 
 def test_the_types_of_the_options_of_patch_have_their_names():
-    from liger.transformers._options import NAMES, PatchOptions
+    from liger.transformers.patching.options import NAMES, PatchOptions
 
     assert tuple(PatchOptions.__annotations__) == NAMES
     shown = inspect.signature(importlib.import_module("liger.transformers").patch).parameters

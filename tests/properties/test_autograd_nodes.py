@@ -12,8 +12,9 @@ import torch
 from samples import SAMPLES
 
 import liger
-from liger._core import load, nodes
-from liger._core.declared import declarations
+from liger._core.op import nodes
+from liger._core.op.declared import declarations
+from liger._core.runtime import load
 
 if not load.NODES_LOADED:
     pytest.skip(f"autograd nodes are {load.NODES_REASON}", allow_module_level=True)

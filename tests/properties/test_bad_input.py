@@ -1,7 +1,7 @@
 """Whatever is wrong with one argument of a public callable, the error names the callable and the argument.
 
-The arguments come from the signatures and from tests/support/public_callables, so that a callable is covered by being
-registered there. docs/errors.md says which exception is raised when.
+The arguments come from the signatures and from tests/support/api/public_callables, so that a callable is covered by
+being registered there. docs/errors.md says which exception is raised when.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from public_options import (
 )
 
 import liger
-from liger._core import environment
+from liger._core.runtime import environment
 
 PUBLIC = {public: name for public, name in FIRST.items() if not public.startswith("nn.")}
 LOSSES = [public for public in PUBLIC if public.startswith("losses.")]

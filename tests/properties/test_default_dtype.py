@@ -8,7 +8,7 @@ from cases import DTYPES
 from public_callables import CASES, arguments, cases, outputs, weighted_sum
 
 from liger import losses
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 # The interpreter of Triton takes its time.
 DEFAULTS = [torch.bfloat16] if triton_interpreted() else [torch.bfloat16, torch.float64]

@@ -8,8 +8,8 @@ import torch
 from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 from samples import SAMPLES
 
-from liger import backend
-from liger._core.kernel_checks import checking_arguments, checking_devices
+from liger._core.op import backend
+from liger._core.op.kernel_checks import checking_arguments, checking_devices
 
 GPU = torch.cuda.is_available()
 # Their products with weights, before any op of liger, are torch's own, which does not look at the device of a weight on

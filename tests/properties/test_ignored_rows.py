@@ -10,7 +10,7 @@ from public_callables import CASES, arguments, cases, outputs, weighted_sum
 
 import liger
 from liger import losses
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 # The interpreter of Triton takes its time.
 POISONS = [torch.nan] if triton_interpreted() else [torch.nan, torch.inf, -torch.inf]

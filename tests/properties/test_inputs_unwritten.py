@@ -5,7 +5,7 @@ import torch
 from cases import DTYPES
 from public_callables import CASES, arguments, cases, outputs, weighted_sum
 
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 
 def tensors(given):

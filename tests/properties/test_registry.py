@@ -8,7 +8,7 @@ from public_callables import CASES, EXEMPT, arguments, differentiable_outputs, p
 def test_every_public_callable_has_a_case():
     covered = {case.public for case in CASES.values()}
     missing = set(public_names()) - covered - set(EXEMPT)
-    assert not missing, f"no case in a module of tests/support/public_callables: {sorted(missing)}"
+    assert not missing, f"no case in a module of tests/support/api/public_callables: {sorted(missing)}"
     superfluous = set(EXEMPT) - (set(public_names()) - covered)
     assert not superfluous, f"in EXEMPT, and with a case or not public: {sorted(superfluous)}"
     assert covered <= set(public_names()), f"not public: {sorted(covered - set(public_names()))}"

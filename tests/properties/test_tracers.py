@@ -1,7 +1,7 @@
 """Every public callable with every option under every tracer: results and gradients of the eager call, or a refusal.
 
-The settings come from the signatures (tests/support/public_options.py). Hidden states are computed in the traced code,
-and require grad there; weights are parameters of the traced module.
+The settings come from the signatures (tests/support/api/public_options.py). Hidden states are computed in the traced
+code, and require grad there; weights are parameters of the traced module.
 """
 
 import io
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from traced_calls import assert_same, copies, parameters_of, results
 
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 if triton_interpreted():
     pytest.skip("what is traced are the ops, not their kernels", allow_module_level=True)
@@ -203,7 +203,7 @@ REPRESENTATIVE = {
 def test_programs_in_another_process(chosen, tmp_path):
     assert len(chosen) >= len(REPRESENTATIVE)
     paths = [_saved(setting, str(tmp_path / str(i))) for i, setting in enumerate(chosen)]
-    script = Path(__file__).parents[1] / "support" / "traced_calls.py"
+    script = Path(__file__).parents[1] / "support/api/traced_calls.py"
     child = python(script, *paths)
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.strip() == f"{len(chosen)} programs"

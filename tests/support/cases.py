@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import liger
-from liger._core.environment import triton_interpreted
+from liger._core.runtime.environment import triton_interpreted
 
 # Triton's interpreter computes bfloat16 dots wrongly, so it is tested in the two dtypes that it has right.
 DTYPES = (
@@ -18,7 +18,7 @@ DTYPES = (
 @contextmanager
 def compiled():
     """The device, with the compiled kernels in use; where they cannot run, the test is skipped."""
-    possible, why = liger.backend.supported("cuda")
+    possible, why = liger._core.op.backend.supported("cuda")
     if not possible:
         pytest.skip(why)
     with liger.use_backend("cuda"):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import liger
-from liger.distributed._vocab_shards import vocab_group
+from liger.distributed.vocab.shards import vocab_group
 
 
 def _with_group(function, main, dim):

@@ -9,7 +9,7 @@ import torch
 from cuda_graphs import capture
 
 import liger
-from liger.transformers import _checkpointing_names
+from liger.transformers.checkpointing import methods
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ def _trained(family, checkpointing, recompute, batches, graphed):
     torch.manual_seed(0)
     model = tiny_models.make(family, "cuda", torch.bfloat16, attn_implementation="sdpa").train()
     if checkpointing:
-        _checkpointing_names.enable(model, preserve_rng_state=False)
+        methods.enable(model, preserve_rng_state=False)
     liger.patch(model, recompute=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
     tokens = batches[0].clone()
@@ -70,7 +70,7 @@ def test_block_of_the_documents():
     names = {"torch": torch, "liger": liger, "model": model, "tokens": batches[0].clone()}
     names |= {"labels": batches[0].clone(), "loader": [{"input_ids": b, "labels": b} for b in batches]}
     exec(compile(block, "cuda_graphs.md", "exec"), names)
-    _checkpointing_names.disable(model)
+    methods.disable(model)
     with torch.no_grad():
         after = model(input_ids=batches[-1], labels=batches[-1], use_cache=False).loss
     assert after.isfinite() and after < names["loss"]

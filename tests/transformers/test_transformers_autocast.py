@@ -14,7 +14,7 @@ from combinations import inputs_of, tiny  # noqa: E402
 from graph_nodes import count_nodes  # noqa: E402
 from tiny_models import batch, make, step, twin  # noqa: E402
 
-from liger.transformers import _reuse  # noqa: E402
+from liger.transformers.recipe import reuse  # noqa: E402
 
 TYPES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gemma3_text"]
 
@@ -68,7 +68,7 @@ def test_a_step(model_type, norms):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_mlps_of_16_bits_reuse_their_memory(recompute, monkeypatch):
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     model = liger.patch(make("llama", dtype=torch.bfloat16), recompute=recompute)
     steps = []
     for enabled in (False, True):
@@ -83,7 +83,7 @@ def test_mlps_of_16_bits_reuse_their_memory(recompute, monkeypatch):
 
 def test_weights_that_autocast_casts_are_left_to_it(monkeypatch):
     """It keeps the copy of a weight for other calls of the layer."""
-    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     model = liger.patch(make("llama"))
     with torch.autocast("cpu", torch.bfloat16):
         assert "_LinearOverBackward" not in count_nodes(model(**batch()).loss)

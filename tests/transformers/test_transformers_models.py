@@ -11,8 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from liger.transformers.scan import checks, configs, inputs, models, runner, table  # noqa: E402
-from liger.transformers.scan.report import run  # noqa: E402
+from model_scan import checks, configs, inputs, models, runner, table  # noqa: E402
+from model_scan.report import run  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules, unshifted
@@ -140,7 +140,7 @@ def run_broken(monkeypatch, breaking):
         return patched
 
     for module in ("checks", "report"):
-        monkeypatch.setattr(f"liger.transformers.scan.{module}.patched_copy", patched_copy)
+        monkeypatch.setattr(f"model_scan.{module}.patched_copy", patched_copy)
     return run("llama", "LlamaForCausalLM")
 
 

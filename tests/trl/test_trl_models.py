@@ -5,9 +5,9 @@ import tiny_models
 import torch
 import trl_trainers as made
 
-from liger.transformers.scan import inputs, models
 from liger.trl._head import FusedHead
 from liger.trl._transform import Transform
+from model_scan import inputs, models
 
 # Scales, softcaps, a text configuration whose scale is not used, a decoder that is called instead of the base model, a
 # model within a model.

@@ -4,7 +4,7 @@
 // The backward does not write to them, so it may run again. Else the backward computes them again, chunk by
 // chunk, and there are four GEMMs.
 //
-// Internal ops, called by python/liger/ops/fused_linear_logprobs_kernel.py.
+// Internal ops, called by python/liger/ops/fused_linear_logprobs/chunks.py.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -35,7 +35,7 @@ struct LinearCePlan {
                          // read before it is written; both buffers are longer by as many panels
 
   // As a list of numbers, the form in which Python passes a plan from one op to the next
-  // (python/liger/_core/sm90_plan.py).
+  // (python/liger/_core/head/sm90_plan.py).
   std::vector<int64_t> encode() const;
   static LinearCePlan decode(const std::vector<int64_t>& numbers);
 };

@@ -1,4 +1,4 @@
-// fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps (python/liger/distributed/_sm90_logprob_shards.py).
+// fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps (python/liger/distributed/vocab/sm90_logprobs.py).
 // The forward:
 //
 //   shard_logprobs_begin  once: gathers the valid rows and computes the logits of the targets of this shard

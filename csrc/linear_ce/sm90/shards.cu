@@ -1,5 +1,5 @@
 // fused_linear_ce of a sharded vocabulary on the wgmma engine, in steps: each rank has the weight of a shard of the classes, and
-// torch.distributed communicates between the steps (python/liger/distributed/_sm90_shards.py).
+// torch.distributed communicates between the steps (python/liger/distributed/vocab/sm90.py).
 //
 //   shard_begin         once: gathers the valid rows and computes the logits of the targets of this shard
 //     all-reduce        of the logits of the targets, which all ranks use as references

@@ -5,7 +5,6 @@ import statistics
 import torch
 
 from ._format import human_bytes, table
-from ._memory_timeline import figure
 
 NOISE = "Tokens/s on a CPU that has other work to do are noise; losses and memory do not depend on it."
 # Steps excluded from tokens/s: caches fill, kernels compile, the optimizer allocates its state.
@@ -167,16 +166,6 @@ def picture(results, path):
         )
         drawn.savefig(path, dpi=160)
         pyplot.close(drawn)
-
-
-def memory_picture(results, path):
-    """Writes a PNG of the memory of two steps over time, unpatched beside patched."""
-    runs, size = results["runs"], results["size"]
-    timelines = {"unpatched": runs["unpatched"]["timeline"], "with liger": runs["liger"]["timeline"]}
-    title = (
-        f"Memory of two training steps of {size['batch']} x {size['sequence']} tokens, {results['device']}"
-    )
-    figure(timelines, title).savefig(path, dpi=130)
 
 
 def _bars(axes, values, labels, colors):

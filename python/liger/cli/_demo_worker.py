@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger
 from liger_cli.demo_sizes import Size
 
-from ..transformers import _checkpointing_names
-from ._memory_timeline import record_steps
+from ..transformers.checkpointing import methods
 
 
 class ResidentMemory:
@@ -67,7 +66,7 @@ def build_model(size, device):
     with torch.device(device):
         model = LlamaForCausalLM(config).to(getattr(torch, size.dtype))
     if size.gradient_checkpointing:
-        _checkpointing_names.enable(model)
+        methods.enable(model)
     return model.train()
 
 
@@ -110,8 +109,6 @@ def main(run_file):
         print(json.dumps({"step": step, "loss": loss, "seconds": time.perf_counter() - start}), flush=True)
     parameters = sum(p.numel() for p in model.parameters())
     end = {"peak_memory": memory.peak(), "memory_exact": memory.exact, "parameters": parameters}
-    if run["snapshot"]:
-        end["timeline"] = record_steps(model, model, optimizer, batches[:2], device)
     print(json.dumps(end))
 
 

@@ -19,7 +19,7 @@ def run(name, dtype, tokens, as_json):
     """Prints the table of a model; returns the exit code."""
     try:
         _refuse_unknown(name)
-        from ..transformers._saved_bytes import saved_in_layers, uncounted_layers
+        from ..transformers.checkpointing.saved_bytes import saved_in_layers, uncounted_layers
 
         model = _model(name)
         with quiet_patching():

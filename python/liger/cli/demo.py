@@ -45,7 +45,7 @@ def run(arguments):
         results = {
             "size": size.as_dict(),
             "device": report.device_name(device),
-            "runs": train_all(size, device, arguments.snapshot),
+            "runs": train_all(size, device),
         }
     except RunFailed as error:
         print(f"liger demo: {error}", file=sys.stderr)
@@ -60,18 +60,12 @@ def run(arguments):
     else:
         saved.append(arguments.output / "demo.png")
         report.picture(results, saved[1])
-        if arguments.snapshot:
-            saved.append(arguments.output / "memory.png")
-            report.memory_picture(results, saved[2])
     print("Saved " + " and ".join(str(path) for path in saved))
     return 0 if results["comparison"]["agree"] else 1
 
 
-def train_all(size, device, snapshot=False):
-    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in a separate process.
-
-    With ``snapshot`` the first two have a "timeline" as well, of memory during two further steps.
-    """
+def train_all(size, device):
+    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in a separate process."""
     from ._demo_data import token_batches
 
     with tempfile.TemporaryDirectory(prefix="liger-demo-") as folder:
@@ -81,10 +75,10 @@ def train_all(size, device, snapshot=False):
         print(
             f"Text: the sources of Python's standard library, tokenizer of {vocabulary} entries trained on it"
         )
-        return {kind: train(kind, size, device, path, snapshot and kind != "nudged") for kind in RUNS}
+        return {kind: train(kind, size, device, path) for kind in RUNS}
 
 
-def train(kind, size, device, batches, snapshot=False):
+def train(kind, size, device, batches):
     """One run in a separate process, with a progress bar. Raises RunFailed."""
     from tqdm import tqdm
 
@@ -96,7 +90,6 @@ def train(kind, size, device, batches, snapshot=False):
                 "size": size.as_dict(),
                 "device": device,
                 "batches": str(batches),
-                "snapshot": snapshot,
             }
         )
     )

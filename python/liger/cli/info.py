@@ -9,10 +9,10 @@ import torch
 
 import liger
 
-from .._core import load
-from .._core.build_info import build_info
-from .._core.environment import environment_flag, triton_interpreted, wgmma_engine_allowed
-from .._core.memory_budget import default_memory_budget
+from .._core.runtime import load
+from .._core.runtime.build_info import build_info
+from .._core.runtime.environment import environment_flag, triton_interpreted, wgmma_engine_allowed
+from .._core.runtime.memory_budget import default_memory_budget
 
 # Variable -> its default. docs/environment.md describes them.
 VARIABLES = {
@@ -24,7 +24,6 @@ VARIABLES = {
     "LIGER_LOG": "",
     "LIGER_COMPAT_OVERRIDE": "0 (read by liger.compat)",
     "TRITON_INTERPRET": "0",
-    "LIGER_BENCHMARKS": "benchmarks/ of a checkout (read by liger bench)",
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }

@@ -14,10 +14,10 @@ import liger
 from liger_cli.arguments import size
 from liger_cli.commands import DTYPES
 
-from .._core.environment import wgmma_engine_allowed
-from .._core.kept_logits import exponentials_bytes, sizes_for_engine
-from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import ENGINE, ENGINE_DTYPES, plan_chunks_sm90
+from .._core.head.kept_logits import exponentials_bytes, sizes_for_engine
+from .._core.head.sm90_plan import ENGINE, ENGINE_DTYPES, plan_chunks_sm90
+from .._core.runtime.environment import wgmma_engine_allowed
+from .._core.runtime.memory_budget import default_memory_budget
 from . import _plan_model
 from ._format import human_bytes, table
 

@@ -7,7 +7,7 @@ not import this module. An installed liger-kernel is not replaced: the import ra
 
 from __future__ import annotations
 
-from ._finder import VERSION, install, provide, uninstall
+from .finder import VERSION, install, provide, uninstall
 
 __all__ = ["VERSION", "install", "provide", "uninstall"]
 

@@ -4,8 +4,8 @@
 The rules are registered when ``torch.distributed.tensor`` is imported: before that no DTensor can exist.
 """
 
-from .._core.dtensor import in_shards, is_dtensor, when_dtensor_is_imported
-from .._core.lazy import lazy
+from .._core.dtensor.inputs import in_shards, is_dtensor, when_dtensor_is_imported
+from .._core.runtime.lazy import lazy
 
 __all__ = ["is_dtensor"]
 
@@ -13,17 +13,17 @@ __getattr__, __dir__ = lazy(__name__, __all__, {})
 
 
 def _register_rules():
-    from . import _rules
+    from .rules import ops
 
-    _rules.register()
+    ops.register()
 
 
 def _lazily(name):
     def computed(*arguments, **keywords):
         # This module imports torch.distributed.tensor.
-        from . import _classes_in_shards
+        from .vocab import dtensors
 
-        return getattr(_classes_in_shards, name)(*arguments, **keywords)
+        return getattr(dtensors, name)(*arguments, **keywords)
 
     return computed
 

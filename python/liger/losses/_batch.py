@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import (
+from .._core.math.dtypes import accumulate_dtype
+from .._core.op.arguments import (
     check_device,
     check_divisor,
     check_ignore_index,
@@ -16,9 +17,8 @@ from .._core.arguments import (
     wrong_dtype,
     wrong_shape,
 )
-from .._core.dtypes import accumulate_dtype
-from .._core.environment import targets_checked
-from .._core.fakes import register_fake
+from .._core.op.fakes import register_fake
+from .._core.runtime.environment import targets_checked
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
 # 1, or NaN if the cumulative lengths are invalid. An op, so that torch.compile does not trace the reads of values.

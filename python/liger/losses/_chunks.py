@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.computed_rows import AllRows, row_chunks
-from .._core.head_chunks import HeadChunks
-from .._core.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
-from .._core.lm_head_float32 import Float32LMHeadGradients, bytes_per_logit
-from .._core.sm90_plan import ENGINE, LinearCePlan
-from ..backend import FAMILIES
+from .._core.head.chunks import HeadChunks
+from .._core.head.float32 import Float32LMHeadGradients, bytes_per_logit
+from .._core.head.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
+from .._core.head.sm90_plan import ENGINE, LinearCePlan
+from .._core.math.computed_rows import AllRows, row_chunks
+from .._core.op.backend import FAMILIES
 
 # permute_rows() needs memory for at least so many bytes of each row.
 _LEAST_PERMUTE_BYTES = 64
@@ -195,7 +195,7 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The chunk loop on the wgmma engine of compute capability 9.0: ENGINE_DTYPES of :mod:`liger._core.sm90_plan`,
+    """The chunk loop on the wgmma engine of compute capability 9.0: ENGINE_DTYPES of :mod:`liger._core.head.sm90_plan`,
     without bias, softcap and gradient of entropies.
 
     Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of chunks until

@@ -26,21 +26,16 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
-from .._core.arguments import check_classes
-from .._core.autograd import (
-    differentiable,
-    differentiable_once,
-    graph_of_its_own,
-    refuse_gradient_outputs,
-)
-from .._core.cross_entropy_results import fake_gradients
-from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.forward_gradients import rescale, scaled_by_upstream
-from .._core.lm_head import HeadOptions
-from .._core.op_arguments import arguments_type, by_name
-from .._core.vmap import register_loops
-from ..ops.fused_linear_logprobs_kernel import fused_linear_logprobs_backward, fused_linear_logprobs_forward
+from .._core.head.lm_head import HeadOptions
+from .._core.head.results import fake_gradients
+from .._core.math.dtypes import accumulate_dtype
+from .._core.op.arguments import check_classes
+from .._core.op.autograd import differentiable, differentiable_once, graph_of_its_own, refuse_gradient_outputs
+from .._core.op.by_name import arguments_type, by_name
+from .._core.op.fakes import register_fake
+from .._core.op.forward_gradients import rescale, scaled_by_upstream
+from .._core.op.vmap import register_loops
+from ..ops.fused_linear_logprobs.chunks import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import ChunkArguments, Layout, make_chunks
 
 _OP = "fused_linear_loss"

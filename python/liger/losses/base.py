@@ -9,7 +9,10 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from .._core.arguments import (
+from .._core.dtensor.inputs import is_dtensor
+from .._core.head.float16_factor import float16_factor
+from .._core.head.lm_head import HeadOptions
+from .._core.op.arguments import (
     FLAG,
     HEAD,
     LayerNames,
@@ -20,15 +23,12 @@ from .._core.arguments import (
     names_among,
     wrong_shape,
 )
-from .._core.autocast import autocast_operands
-from .._core.autograd import recording_tracer, wants_grad
-from .._core.dtensor import is_dtensor
-from .._core.float16_factor import float16_factor
-from .._core.lm_head import HeadOptions
-from .._core.memory_budget import check_budget_variable
-from .._core.named_results import serialisable
-from ..ops.add_grad_weight import logprobs_adding_grad_weight, summed_weight
-from ..ops.fused_linear_logprobs import logprobs_of_layer
+from .._core.op.autocast import autocast_operands
+from .._core.op.autograd import recording_tracer, wants_grad
+from .._core.op.named_results import serialisable
+from .._core.runtime.memory_budget import check_budget_variable
+from ..ops.fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight
+from ..ops.fused_linear_logprobs.op import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
 from ._op import FACTOR, fused_linear_loss_forward, portable_name, register_function
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .._core.arguments import (
+from .._core.op.arguments import (
     DIVISOR,
     FLAG,
     FRACTION,
@@ -30,13 +30,13 @@ from .._core.arguments import (
     wrong_dtype,
     wrong_shape,
 )
-from .._core.autocast import autocast_operands
-from .._core.loss_rows import refuse_gradients
-from .._core.memory_budget import check_budget_variable
-from .._core.named_results import serialisable
-from ..ops.divergence import jsd_divergence
-from ..ops.fused_linear_ce import fused_linear_ce
-from ..ops.fused_linear_divergence import fused_linear_distillation
+from .._core.op.autocast import autocast_operands
+from .._core.op.loss_rows import refuse_gradients
+from .._core.op.named_results import serialisable
+from .._core.runtime.memory_budget import check_budget_variable
+from ..ops.divergence.op import jsd_divergence
+from ..ops.fused_linear_ce.op import fused_linear_ce
+from ..ops.fused_linear_divergence.op import fused_linear_distillation
 from ._batch import as_scalar
 from .base import NAMES_OF_HEAD, TOKEN_METRICS, TokenMetric, TokenMetrics, check_choice
 

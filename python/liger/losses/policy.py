@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._core.arguments import (
-    COUNT,
-    FINITE,
-    FLAG,
-    INTEGER,
-    ITEMS,
-    NOT_NEGATIVE,
-    POSITIVE,
-    TEXT,
-    arguments,
-)
-from .._core.named_results import serialisable
+from .._core.op.arguments import COUNT, FINITE, FLAG, INTEGER, ITEMS, NOT_NEGATIVE, POSITIVE, TEXT, arguments
+from .._core.op.named_results import serialisable
 from ._batch import as_scalar, sigmoid, where_scalar
 from .base import FusedLinearLoss, LossOptions, check_choice
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._core.arguments import (
+from .._core.op.arguments import (
     DIVISOR,
     FINITE,
     FLAG,
@@ -26,8 +26,8 @@ from .._core.arguments import (
     check_given_classes,
     check_indices,
 )
-from .._core.named_results import serialisable
-from ..ops.fused_linear_logprobs import fused_linear_logprobs
+from .._core.op.named_results import serialisable
+from ..ops.fused_linear_logprobs.op import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores, sigmoid
 from .base import FusedLinearLoss, LossOptions, check_choice
 

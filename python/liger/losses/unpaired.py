@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._core.arguments import (
-    DIVISOR,
-    FLAG,
-    INTEGER,
-    NOT_NEGATIVE,
-    NUMBER_OR_TENSOR,
-    TEXT,
-    arguments,
-)
-from .._core.named_results import serialisable
+from .._core.op.arguments import DIVISOR, FLAG, INTEGER, NOT_NEGATIVE, NUMBER_OR_TENSOR, TEXT, arguments
+from .._core.op.named_results import serialisable
 from ._batch import as_scalar, sequence_scores, sigmoid, where_scalar
 from .base import NAMES_OF_HEAD, FusedLinearLoss, LossOptions, check_choice
 

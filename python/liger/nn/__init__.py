@@ -1,6 +1,6 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
-from .._core.lazy import lazy
+from .._core.runtime.lazy import lazy
 from .activation import ReLUSquared, Softmax
 from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss

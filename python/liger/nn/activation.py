@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .._core.arguments import INTEGER, arguments
+from .._core.op.arguments import INTEGER, arguments
 from ..ops.relu_squared import relu_squared
 from ..ops.softmax import softmax
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, POSITIVE, arguments, choice
-from .._core.types import Device, ExpertActivation
-from ..ops.grouped_experts import grouped_experts
+from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FLAG, POSITIVE, arguments, choice
+from .._core.op.types import Device, ExpertActivation
+from ..ops.grouped_experts.op import grouped_experts
 
 
 class GroupedExperts(nn.Module):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from .._core.arguments import (
+from .._core.head.results import CrossEntropyOutput
+from .._core.op.arguments import (
     ANYTHING,
     BYTES,
     CE_OPTIONS,
@@ -23,10 +24,9 @@ from .._core.arguments import (
     arguments,
     check,
 )
-from .._core.cross_entropy_results import CrossEntropyOutput
-from .._core.types import CrossEntropyMetric, Device, Reduction, Scalar
-from ..ops.cross_entropy import cross_entropy
-from ..ops.fused_linear_ce import fused_linear_ce
+from .._core.op.types import CrossEntropyMetric, Device, Reduction, Scalar
+from ..ops.cross_entropy.op import cross_entropy
+from ..ops.fused_linear_ce.op import fused_linear_ce
 
 
 class LossOptions(TypedDict, total=False):

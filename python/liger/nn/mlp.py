@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, arguments, choice
-from .._core.linear_layers import caller_owns_output
-from .._core.types import Approximate, Device
+from .._core.modules.linear_layers import caller_owns_output
+from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FLAG, arguments, choice
+from .._core.op.types import Approximate, Device
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
-from .._core.dtypes import accumulate_dtype
-from .._core.types import CastingMode, Device, GateActivation, Sizes
+from .._core.math.dtypes import accumulate_dtype
+from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
+from .._core.op.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.group_norm import group_norm
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from .._core.arguments import FLAG, INTEGER, arguments
-from ..ops.rope import check_heads_dim, rope
+from .._core.op.arguments import FLAG, INTEGER, arguments
+from ..ops.rope.op import check_heads_dim, rope
 
 
 class ApplyRotaryEmb(nn.Module):

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from .._core.arguments import BYTES, COUNT, arguments
-from .._core.dtensor import is_dtensor
-from .._core.gated import GELU_NAMES
-from .._core.linear_layers import computes_linear_alone, needs_no_call
-from .._core.types import Activation, Approximate, Device
-from .._tiled import tiled
+from .._core.dtensor.inputs import is_dtensor
+from .._core.modules.linear_layers import computes_linear_alone, needs_no_call
+from .._core.op.arguments import BYTES, COUNT, arguments
+from .._core.op.types import Activation, Approximate, Device
+from ..ops.gated import GELU_NAMES
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
-from ..ops.tiled_mlp import tiled_mlp
+from ..ops.tiled_mlp.op import tiled_mlp
+from ..ops.tiled_mlp.tiled import tiled
 from .mlp import GELU, OPTIONS, SILU, Projections, options_of
 
 _OPTIONS: dict[str, Any] = {**OPTIONS, "num_shards": COUNT, "memory_budget": BYTES}
@@ -75,7 +75,7 @@ class TiledMLP(Projections):
         dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        from .._core.placements import dense_strides
+        from .._core.dtensor.placements import dense_strides
 
         mesh, dimension = weights[0].device_mesh, self._tensor_dimension(weights)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._core import gated
-from .._core.arguments import FLAG, TEXT, arguments
-from .._core.types import Approximate
-from ..backend import register_family
+from .._core.op.arguments import FLAG, TEXT, arguments
+from .._core.op.backend import register_family
+from .._core.op.types import Approximate
+from . import gated
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from .._core.arguments import INTEGER, NOT_NEGATIVE, arguments
-from .._core.declared import derive
-from .._core.dtypes import accumulate_dtype
-from .._core.moment_norm import parameter_grad, rows_grad, rows_normalised
-from ..backend import register_family
+from .._core.math.dtypes import accumulate_dtype
+from .._core.op.arguments import INTEGER, NOT_NEGATIVE, arguments
+from .._core.op.backend import register_family
+from .._core.op.declared import derive
+from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
 
 def _rows(x, num_groups):

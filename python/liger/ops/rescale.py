@@ -1,14 +1,14 @@
 """Multiplication by a device scalar: the product of a gradient computed in the forward and the upstream gradient.
 
-The autograd formula is in ``_core/forward_gradients.py``, below the losses that call it.
+The autograd formula is in ``_core/op/forward_gradients.py``, below the losses that call it.
 """
 
 import torch
 
-from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.row_blocks import row_blocks
-from ..backend import register_family
+from .._core.math.dtypes import accumulate_dtype
+from .._core.math.row_blocks import row_blocks
+from .._core.op.backend import register_family
+from .._core.op.fakes import register_fake
 
 
 def _check(x, factor):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from .._core.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from .._core.declared import derive
-from .._core.dtypes import accumulate_dtype
-from .._core.memory_format import laid_out_like
-from .._core.types import CastingMode
-from ..backend import register_family
+from .._core.math.dtypes import accumulate_dtype
+from .._core.math.memory_format import laid_out_like
+from .._core.op.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
+from .._core.op.backend import register_family
+from .._core.op.declared import derive
+from .._core.op.types import CastingMode
 
 
 def normalise(x, weight, eps, offset, casting_mode):

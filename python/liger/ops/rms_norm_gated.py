@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from .._core.arguments import COUNT, FINITE, FLAG, NOT_NEGATIVE, TEXT, arguments, check
-from .._core.declared import derive
-from .._core.dtypes import accumulate_dtype
-from .._core.memory_format import laid_out_like
-from .._core.types import CastingMode, GateActivation
-from ..backend import register_family
+from .._core.math.dtypes import accumulate_dtype
+from .._core.math.memory_format import laid_out_like
+from .._core.op.arguments import COUNT, FINITE, FLAG, NOT_NEGATIVE, TEXT, arguments, check
+from .._core.op.backend import register_family
+from .._core.op.declared import derive
+from .._core.op.types import CastingMode, GateActivation
 
 
 def _activate(gate, casting_mode, activation):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._core.arguments import arguments
-from .._core.declared import derive
-from .._core.dtypes import accumulate_dtype
-from ..backend import register_family
+from .._core.math.dtypes import accumulate_dtype
+from .._core.op.arguments import arguments
+from .._core.op.backend import register_family
+from .._core.op.declared import derive
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 

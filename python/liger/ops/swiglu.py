@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .._core import gated
-from .._core.arguments import FLAG, arguments
-from ..backend import register_family
+from .._core.op.arguments import FLAG, arguments
+from .._core.op.backend import register_family
+from . import gated
 
 _SILU = "silu"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._core.extras import missing
+from .._core.runtime.extras import missing
 
 try:
     import transformers as _  # noqa: F401
@@ -12,11 +12,11 @@ except ModuleNotFoundError as error:
     # The name of the function that is called most: liger.patch imports this package.
     raise ModuleNotFoundError(missing("liger.patch", "transformers"), name="transformers") from error
 
-from ._checkpoint import checkpoint
-from ._experts import register as _register_experts
-from ._future import patch_future, unpatch_future
-from ._patching import patch, unpatch
-from ._report import PatchReport, patch_report
+from .checkpointing.checkpoint import checkpoint
+from .mlp.experts import register as _register_experts
+from .patching.future import patch_future, unpatch_future
+from .patching.patch import patch, unpatch
+from .patching.report import PatchReport, patch_report
 
 __all__ = [
     "PatchReport",

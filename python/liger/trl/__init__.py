@@ -2,7 +2,7 @@
 
 import logging
 
-from .._core.extras import install, missing
+from .._core.runtime.extras import install, missing
 
 try:
     import trl  # noqa: F401

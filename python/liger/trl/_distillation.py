@@ -4,8 +4,8 @@ import torch
 from trl import DistillationTrainer
 
 from ..losses import TokenMetrics
-from ..ops.fused_linear_divergence import fused_linear_jsd
-from ..ops.fused_linear_logprobs import fused_linear_logprobs
+from ..ops.fused_linear_divergence.op import fused_linear_jsd
+from ..ops.fused_linear_logprobs.op import fused_linear_logprobs
 from ._adapter import add_heads, base_model, items_per_process, replace, token_count
 from ._head import FusedHead
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .._core.dtensor import is_dtensor
-from ..transformers._heads import linear_heads
+from .._core.dtensor.inputs import is_dtensor
+from ..transformers.head.kind import linear_layers
 from ._scores import Scores, score, top1, with_logit_statistics
 from ._transform import Transform, model_without_head
 
@@ -56,7 +56,7 @@ def call_head(head, hidden, function):
         RuntimeError: the head is not a linear layer with an unsharded weight.
     """
     call = _HeadCall(function)
-    linears = linear_heads(head)
+    linears = linear_layers(head)
     if linears:
         with contextlib.ExitStack() as stack:
             for linear in linears:

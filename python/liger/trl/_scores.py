@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.computed_rows import row_chunks
-from .._core.dtypes import accumulate_dtype
-from .._core.memory_budget import default_memory_budget
-from ..ops.fused_linear_logprobs import fused_linear_logprobs
+from .._core.math.computed_rows import row_chunks
+from .._core.math.dtypes import accumulate_dtype
+from .._core.runtime.memory_budget import default_memory_budget
+from ..ops.fused_linear_logprobs.op import fused_linear_logprobs
 
 
 class Scores(NamedTuple):

@@ -3,7 +3,7 @@
 from trl import SFTTrainer
 
 from ..losses import FusedLinearLoss, TokenMetrics
-from ..ops.fused_linear_ce import fused_linear_ce
+from ..ops.fused_linear_ce.op import fused_linear_ce
 from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, replace, token_count
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..transformers._heads import linear_heads
+from ..transformers.head.kind import linear_layers
 
 # Where architectures store the softcap of their logits.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -150,7 +150,7 @@ def _matches_forward(transform, model):
     weight is read, so the model may be sharded.
     """
     base, lm_head = model_without_head(model), model.get_output_embeddings()
-    linear = next(iter(linear_heads(lm_head)), None)
+    linear = next(iter(linear_layers(lm_head)), None)
     if linear is None:
         return True
     device, dtype = linear.weight.device, linear.weight.dtype

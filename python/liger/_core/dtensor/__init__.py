@@ -1,0 +1,1 @@
+"""DTensors among the arguments of ops and public functions."""

@@ -1,0 +1,1 @@
+"""The lm_head in chunks of rows: logits, the row rule of cross entropy, gradients, what is kept."""

@@ -1,0 +1,58 @@
+"""Gradients of an lm_head in float16, from gradients of the logits in float16 with a scale.
+
+The gradient of a logit is at most a probability divided by the number of tokens: in float16 it would underflow or lose
+most of its bits. It is therefore multiplied by a power of two, a loss scale. The GEMMs accumulate in float32, and their
+results are divided by the scale before they are rounded.
+"""
+
+import torch
+
+from ..math.matmul import product
+from ..math.row_blocks import row_blocks
+from .lm_head import LMHeadGradients
+
+# The largest gradient of a logit is about the largest row weight; with a reverse KL up to a hundred times that.
+_LARGEST_EXPONENT = 8
+
+
+def scale_of(weights):
+    """() a power of two in the dtype of ``weights``, the (rows,) factors of the row losses. No synchronisation."""
+    if weights.numel() == 0:
+        return weights.new_ones(())
+    exponent = (_LARGEST_EXPONENT - torch.frexp(weights.abs().amax()).exponent).clamp(-100, 100)
+    # With an integer exponent torch 2.10 returns the default dtype.
+    return torch.ldexp(weights.new_ones(()), exponent.to(weights.dtype))
+
+
+class ScaledLMHeadGradients(LMHeadGradients):
+    """:class:`LMHeadGradients` for gradients of logits that are multiplied by ``scale``."""
+
+    def __init__(self, x, weight, bias, needs_grad, chunks, exact, scale):
+        super().__init__(x, weight, bias, needs_grad, chunks, exact)
+        self._factor = scale.reciprocal()
+
+    def add(self, x, dlogits, grad_x, ignored):
+        need_input, need_weight, need_bias = self.needs_grad
+        x = self._valid_rows(x, ignored, grad_x)
+        first, self.chunks_added = self.chunks_added == 0, self.chunks_added + 1
+        if need_weight and self.separate_sum:
+            product(dlogits.t(), x, self.sum, add=not first)
+        elif need_weight:
+            for classes in row_blocks(self.weight):
+                grad = self._product(dlogits[:, classes].t(), x)
+                self.weight[classes] = grad if first else grad + self.weight[classes]
+        if need_input:
+            grad_x.copy_(self._product(dlogits, self.head_weight))
+        if need_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def _product(self, a, b):
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=self._factor.dtype)
+        product(a, b, out)
+        return out.mul_(self._factor)
+
+    def finish(self):
+        if self.separate_sum:
+            self.sum *= self._factor
+        self.bias *= self._factor
+        return super().finish()

@@ -1,0 +1,1 @@
+"""Arithmetic of the torch kernels: dtypes, GEMMs, blocks of rows."""

@@ -1,0 +1,1 @@
+"""Questions about modules: plain linear layers, hooks, quantised weights."""

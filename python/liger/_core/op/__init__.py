@@ -1,0 +1,1 @@
+"""What every op is made of: argument checks, backends, fakes, autograd, vmap."""

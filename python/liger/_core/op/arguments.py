@@ -1,0 +1,512 @@
+"""Checks of the arguments of public functions and modules (docs/errors.md).
+
+:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The ops check
+shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name than in the op.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import re
+import reprlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast, get_args
+
+import torch
+from torch.overrides import is_tensor_like
+
+from ..dtensor.inputs import is_dtensor
+from ..dtensor.mixed import MixedTensors
+from ..math.computed_rows import ignored_rows
+from .autograd import is_plain_eager_call
+from .types import CrossEntropyMetric, Reduction
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+
+class Rule(NamedTuple):
+    """A condition on an argument.
+
+    Attributes:
+        expected: the condition in words, for error messages.
+        has_type: a value that fails it raises TypeError.
+        in_range: called only with values that have the type, hence ``Any``.
+        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type lacks.
+    """
+
+    expected: str
+    has_type: Callable[[object], bool]
+    in_range: Callable[[Any], bool] | None = None
+    beyond: Callable[[Any], str] | None = None
+
+
+def _is_tensor(value: object) -> bool:
+    # is_tensor_like: tracers pass stand-ins for tensors, such as a torch.fx.Proxy.
+    return isinstance(value, torch.Tensor) or is_tensor_like(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+    return is_real and not isinstance(value, bool)
+
+
+# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where that is
+# subnormal. All comparisons are with integers of any size, which would not always convert to a float.
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def _beyond_float32(value: Any) -> str:
+    return ", in the range of float32" if _LARGEST < abs(value) < math.inf else ""
+
+
+def _beyond_normal_float32(value: Any) -> str:
+    return ", in the range of normal float32 numbers" if 0.0 < value < math.inf else ""
+
+
+def _beyond_int64(value: Any) -> str:
+    return "" if -(2**63) <= value < 2**63 else ", in the range of int64"
+
+
+def _is_divisor(value: object) -> bool:
+    return _is_number(value) or _is_tensor(value)
+
+
+TENSOR = Rule("a tensor", _is_tensor)
+FLAG = Rule("True or False", lambda v: isinstance(v, (bool, torch.SymBool)))
+TEXT = Rule("a string", lambda v: isinstance(v, str))
+
+
+def choice(literal: Any) -> Rule:
+    """The rule of an option that is one of the strings of a ``Literal``."""
+    names = get_args(literal)
+    *others, last = map(repr, names)
+    return Rule(f"{', '.join(others)} or {last}", TEXT.has_type, lambda v: v in names)
+
+
+DTYPE = Rule("a torch.dtype", lambda v: isinstance(v, torch.dtype))
+FUNCTION = Rule("a function", callable)
+INTEGER = Rule("an integer", _is_integer, lambda v: -(2**63) <= v < 2**63, _beyond_int64)
+COUNT = Rule("a positive integer", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
+BYTES = Rule("a positive number of bytes", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
+FINITE = Rule("a finite value", _is_number, lambda v: -_LARGEST <= v <= _LARGEST, _beyond_float32)
+NOT_NEGATIVE = Rule(
+    "a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _LARGEST, _beyond_float32
+)
+POSITIVE = Rule(
+    "a positive, finite value", _is_number, lambda v: _LEAST <= v <= _LARGEST, _beyond_normal_float32
+)
+FRACTION = Rule("a value between 0 and 1", _is_number, lambda v: 0.0 <= v <= 1.0)
+DIVISOR = Rule(
+    "a positive, finite number or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or _LEAST <= v <= _LARGEST,
+    _beyond_normal_float32,
+)
+SIZES = Rule(
+    "a positive integer or a list of them",
+    lambda v: _is_integer(v) or (isinstance(v, (list, tuple)) and all(map(_is_integer, v))),
+    lambda v: 0 < v < 2**63 if _is_integer(v) else len(v) > 0 and min(v) > 0 and max(v) < 2**63,
+    lambda v: _beyond_int64(v if _is_integer(v) else max(v, default=0)),
+)
+NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(name, str) for name in v))
+ITEMS = Rule(
+    "a finite number of at least 0 or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or 0.0 <= v <= _LARGEST,
+    _beyond_float32,
+)
+NUMBER_OR_TENSOR = Rule(
+    "a finite number or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or -_LARGEST <= v <= _LARGEST,
+    _beyond_float32,
+)
+ANYTHING = Rule("anything", lambda v: True)
+GROUP = Rule(
+    "a process group",
+    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their rank.
+    lambda v: (
+        torch.distributed.is_available()
+        and (
+            isinstance(v, torch.distributed.ProcessGroup)
+            or v is torch.distributed.GroupMember.NON_GROUP_MEMBER
+        )
+    ),
+)
+
+
+def names_among(*known: str) -> Rule:
+    """The rule of a list of names, each one of ``known``."""
+    # Not set.issuperset, which torch.compile of torch 2.10 does not trace.
+    return Rule(
+        f"names among {', '.join(known)}", NAMES.has_type, lambda names: all(name in known for name in names)
+    )
+
+
+# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
+
+# Options of every function with an lm_head.
+HEAD: dict[str, Any] = {
+    "ignore_index": INTEGER,
+    "temperature": POSITIVE,
+    "softcap": POSITIVE,
+    "accum_dtype": DTYPE,
+    "memory_budget": BYTES,
+    "logits_dtype": DTYPE,
+}
+# The low-rank term of an lm_head.
+LORA: dict[str, Any] = {"lora_scale": FINITE}
+# Which classes of the vocabulary a process has.
+SHARDS: dict[str, Any] = {"group": GROUP, "vocab_start": INTEGER, "vocab_size": INTEGER}
+# Options of cross entropy, with and without the lm_head.
+CE_OPTIONS: dict[str, Any] = {
+    **HEAD,
+    **SHARDS,
+    "metrics": names_among(*get_args(CrossEntropyMetric)),
+    "denominator": DIVISOR,
+    "label_smoothing": FRACTION,
+    "lse_square_scale": NOT_NEGATIVE,
+    "reduction": choice(Reduction),
+}
+
+
+def layout_of(tensor):
+    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided. None for
+    all other tensors."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantised tensor of dtype {dtype_name(tensor.dtype)}"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    return None
+
+
+def described(value):
+    """A value as error messages print it."""
+    if isinstance(value, torch.Tensor):
+        if (layout := layout_of(value)) is not None:
+            return layout  # The shape of a nested tensor is an error.
+        return f"a tensor of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to print an integer of more than 4300 digits.
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def check(op, name, value, rule, optional=False):
+    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a tensor of a
+    layout that no op takes; None passes if ``optional``."""
+    if value is None and optional:
+        return
+    if not rule.has_type(value):
+        kind, beyond = TypeError, ""
+    elif isinstance(value, torch.Tensor) and layout_of(value) is not None:
+        raise RuntimeError(f"{op}: {name} is {layout_of(value)}, expected a dense tensor (torch.strided)")
+    elif rule.in_range is not None and not rule.in_range(value):
+        kind, beyond = ValueError, "" if rule.beyond is None else rule.beyond(value)
+    else:
+        return
+    expected = f"{rule.expected} or None" if optional else rule.expected
+    raise kind(f"{op}: {name} is {described(value)}, expected {expected}{beyond}")
+
+
+# What ops raise for arguments that they cannot take.
+_OF_OPS = (TypeError, AttributeError, RuntimeError, ValueError, OverflowError)
+# What torch says about tensors that are not all DTensors on one mesh.
+_OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different mesh|cross-mesh|Cannot find device mesh")
+# What torch 2.10 says, other than by NotImplementedError, about an op without a rule.
+_NO_RULE = re.compile("Sharding propagation failed for liger_losses")
+
+
+def _is_about_dtensors(raised):
+    about = isinstance(raised, (MixedTensors, NotImplementedError)) or _OF_TORCH.search(str(raised))
+    return about or _has_no_rule(raised)
+
+
+def _has_no_rule(raised):
+    return isinstance(raised, NotImplementedError) or _NO_RULE.search(str(raised)) is not None
+
+
+def check_one_mesh(op, given, raised):
+    """Raises :class:`MixedTensors` for tensors that are not all DTensors on one mesh, by the caller's names.
+
+    Args:
+        given: arguments by name, in the order in which they are declared.
+        raised: what the call has raised, one of :func:`_is_about_dtensors`.
+    """
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    first, mesh = next((name, value.device_mesh) for name, value in tensors.items() if is_dtensor(value))
+    for name, value in tensors.items():
+        if is_dtensor(value):
+            if value.device_mesh != mesh:
+                raise MixedTensors(
+                    f"{op}: {name} is on {value.device_mesh}, expected that of {first}, {mesh}"
+                ) from raised
+        elif value.numel() != 1:
+            raise MixedTensors(
+                f"{op}: {name} is a plain tensor and {first} a DTensor, expected a DTensor on {mesh}: use "
+                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+            ) from raised
+    if _has_no_rule(raised):
+        raise MixedTensors(f"{op}: {first} is a DTensor, expected plain tensors, of the process") from raised
+
+
+def arguments(
+    *,
+    late: bool = False,
+    optional: tuple[str, ...] = (),
+    used_by: dict[str, tuple[str, ...]] | None = None,
+    **rules: Rule,
+) -> Callable[[_Callable], _Callable]:
+    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the default.
+
+    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument may be
+    None if that is its default or if ``optional`` names it.
+
+    Args:
+        late: check only after the function has raised, to name the argument in the message. For ops whose host time
+            counts; the op itself must refuse everything that the rules refuse. A RuntimeError of the op about an
+            argument that has a rule, such as a number of groups that does not divide the channels, becomes a
+            ValueError.
+        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
+            ranges.
+
+    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the
+    function or, for a method, of the class.
+    """
+
+    def decorate(function: _Callable) -> _Callable:
+        parameters = inspect.signature(function).parameters
+        of_method = next(iter(parameters)) == "self"
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        known = {
+            name: (name, rules.get(name, TENSOR), parameter.default is None or name in optional)
+            for name, parameter in parameters.items()
+            if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
+        in_order = tuple(known[name] for name in known if parameters[name].kind in by_position)
+
+        def check_all(args, keywords):
+            op = type(args[0]).__name__ if of_method else function.__name__
+            known = known_for(keywords)
+            for (name, rule, may_be_none), value in zip(in_order, args[of_method:], strict=False):
+                check(op, name, value, rule, may_be_none)
+            for given, value in keywords.items():
+                # The call itself raises TypeError for an unknown keyword.
+                if given in known:
+                    name, rule, may_be_none = known[given]
+                    check(op, name, value, rule, may_be_none)
+
+        def known_for(keywords):
+            """``known`` without the ranges of options that the loss type does not read."""
+            if not used_by:
+                return known
+            loss_type = keywords.get("loss_type", parameters["loss_type"].default)
+            unused = [name for name, types in used_by.items() if loss_type not in types]
+            return known | {
+                name: (name, known[name][1]._replace(in_range=None), known[name][2]) for name in unused
+            }
+
+        def explain(args, keywords, raised):
+            if not _is_about_dtensors(raised):
+                return
+            given = dict(zip((name for name, _, _ in in_order), args[of_method:], strict=False)) | keywords
+            if of_method and isinstance(args[0], torch.nn.Module):
+                given |= dict(args[0].named_parameters())
+            if any(map(is_dtensor, given.values())):
+                check_one_mesh(type(args[0]).__name__ if of_method else function.__name__, given, raised)
+
+        @functools.wraps(function)
+        def checked(*args, **keywords):
+            check_all(args, keywords)
+            try:
+                return function(*args, **keywords)
+            except _OF_OPS as raised:
+                explain(args, keywords, raised)
+                raise
+
+        @functools.wraps(function)
+        def explained(*args, **keywords):
+            try:
+                return function(*args, **keywords)
+            except _OF_OPS as raised:
+                check_all(args, keywords)
+                explain(args, keywords, raised)
+                found = re.match(rf"{function.__name__}: (\w+) is ", str(raised))
+                if found and found[1] in rules:
+                    raise ValueError(str(raised).splitlines()[0]) from None
+                raise
+
+        decorated: Any = explained if late else checked
+        decorated.liger_checks = {"late": late, "used_by": used_by or {}}
+        return cast(_Callable, decorated)
+
+    return decorate
+
+
+# --- shapes, dtypes and devices -----------------------------------------------------------------------------------
+
+
+def wrong_shape(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+def wrong_dtype(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}, expected {expected}")
+
+
+def check_floating(op, name, tensor):
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise wrong_dtype(op, name, tensor, "float16, bfloat16, float32 or float64")
+
+
+def check_indices(op, name, tensor):
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise wrong_dtype(op, name, tensor, "int64 or int32 class indices")
+
+
+def check_device(op, name, tensor, other_name, other):
+    if tensor.device != other.device:
+        raise RuntimeError(
+            f"{op}: {name} is on {tensor.device}, expected the device of {other_name}, {other.device}"
+        )
+
+
+def check_like(op, name, tensor, other_name, other):
+    """Raises RuntimeError if two tensors differ in dtype or device."""
+    if tensor.dtype != other.dtype:
+        raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
+    check_device(op, name, tensor, other_name, other)
+
+
+def check_shape(op, name, tensor, expected, of):
+    if tensor.shape != expected:
+        raise wrong_shape(op, name, tensor, f"{tuple(expected)}, {of}")
+
+
+def check_divisor(op, name, tensor):
+    """Raises RuntimeError unless the tensor has one element, of a floating dtype or an integer."""
+    if tensor.numel() != 1:
+        raise wrong_shape(op, name, tensor, "one element")
+    if tensor.dtype not in (torch.int64, torch.int32) and not tensor.is_floating_point():
+        raise wrong_dtype(op, name, tensor, "a floating dtype, int64 or int32")
+
+
+def check_ignore_index(op, name, target, ignore_index):
+    """Raises ValueError for an ``ignore_index`` that the dtype of the target cannot hold.
+
+    No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
+    """
+    if -(2**31) <= ignore_index < 2**31 or (target.dtype != torch.int32 and -(2**63) <= ignore_index < 2**63):
+        return
+    dtype = "int32" if target.dtype == torch.int32 else "int64"
+    raise ValueError(
+        f"{op}: ignore_index is {described(ignore_index)}, expected a value of {dtype}, the dtype of {name}"
+    )
+
+
+class LayerNames(NamedTuple):
+    """The names that a public function gives to the tensors of an lm_head."""
+
+    input: str = "input"
+    weight: str = "weight"
+    target: str = "target"
+    bias: str = "bias"
+
+
+def check_accum_dtype(op, name, input, accum_dtype):
+    """Raises ValueError unless ``accum_dtype`` is None, float32 or the dtype of the input."""
+    if accum_dtype not in (None, torch.float32, input.dtype):
+        raise ValueError(
+            f"{op}: accum_dtype is {dtype_name(accum_dtype)}, expected float32, the dtype of {name}, "
+            f"{dtype_name(input.dtype)}, or None"
+        )
+
+
+def check_denominator(op, denominator, reduction):
+    """Raises ValueError for a divisor that the reduction does not use."""
+    if denominator is not None and reduction == "none":
+        raise ValueError(f"{op}: denominator was given with reduction 'none', expected 'mean' or 'sum'")
+
+
+def check_logits_dtype(op, input_name, input, logits_dtype):
+    """Raises unless ``logits_dtype`` is None, or float32 for an input (or None) of no more bits."""
+    if logits_dtype is None:
+        return
+    if logits_dtype != torch.float32:
+        raise ValueError(f"{op}: logits_dtype is {dtype_name(logits_dtype)}, expected float32 or None")
+    if input is not None and input.dtype == torch.float64:
+        expected = "float16, bfloat16 or float32 with logits_dtype float32"
+        raise wrong_dtype(op, input_name, input, expected)
+
+
+def check_layer(op, names, input, weight, bias, target=None, float32_weight=False):
+    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public function.
+
+    Args:
+        op: the public name.
+        names: :class:`LayerNames`.
+        input: (..., H).
+        weight, bias: (V, H), and (V,) or None.
+        target: (...), or None.
+        float32_weight: weight and bias may be float32 instead of having the dtype of the input.
+    """
+
+    def check_operand(name, tensor):
+        if tensor.dtype != input.dtype and not (float32_weight and tensor.dtype == torch.float32):
+            expected = (
+                f"{'float32 or ' if float32_weight else ''}that of {names.input}, {dtype_name(input.dtype)}"
+            )
+            raise wrong_dtype(op, name, tensor, expected)
+        check_device(op, name, tensor, names.input, input)
+
+    check_floating(op, names.input, input)
+    if input.dim() == 0:
+        raise wrong_shape(op, names.input, input, "at least one dimension")
+    hidden = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden:
+        expected = f"(vocab, hidden) of at least one row, with the hidden size of {names.input}, {hidden}"
+        raise wrong_shape(op, names.weight, weight, expected)
+    check_operand(names.weight, weight)
+    if bias is not None:
+        check_shape(op, names.bias, bias, weight.shape[:1], f"one value per row of {names.weight}")
+        check_operand(names.bias, bias)
+    if target is not None:
+        check_indices(op, names.target, target)
+        check_shape(op, names.target, target, input.shape[:-1], f"one class index per row of {names.input}")
+        check_device(op, names.target, target, names.input, input)
+
+
+def check_classes(op, name, classes, vocab, ignore_index=None):
+    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would synchronise."""
+    if classes.device.type != "cpu":
+        return
+    bad = (classes < 0) | (classes >= vocab)
+    if ignore_index is not None:
+        bad &= ~ignored_rows(classes, ignore_index)
+    if bad.any():
+        position = tuple(bad.nonzero()[0].tolist())
+        where = f"row {position[0]}" if len(position) == 1 else f"index {position}"
+        or_ignored = "" if ignore_index is None else f" or ignore_index {ignore_index}"
+        raise RuntimeError(
+            f"{op}: {name} at {where} is {int(classes[position])}, expected 0 <= {name} < {vocab}{or_ignored}"
+        )
+
+
+def check_given_classes(*arguments):
+    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see the
+    check. The op repeats the check with its own argument names."""
+    if is_plain_eager_call(arguments[2:3]):
+        check_classes(*arguments)

@@ -1,0 +1,1 @@
+"""What ``import liger`` needs first: compiled libraries, environment variables, optional packages."""

@@ -1,0 +1,1 @@
+"""liger_kernel's norms, activations, MLPs, rotary embeddings and experts."""

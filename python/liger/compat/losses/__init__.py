@@ -1,0 +1,1 @@
+"""liger_kernel's losses."""

@@ -1,0 +1,414 @@
+"""Cross entropy of logits and of an lm_head, with the arguments of liger_kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._core.math.dtypes import accumulate_dtype
+from ..._core.op.autograd import graph_of_its_own
+from ...ops.cross_entropy.op import cross_entropy
+from ...ops.fused_linear_ce.op import fused_linear_ce
+from ...ops.fused_linear_logprobs.op import fused_linear_logprobs
+from ..function_class import function_class
+
+# liger_cross_entropy may be stored as torch.nn.functional.cross_entropy, which it calls for what liger's op lacks.
+_torch_cross_entropy = nn.functional.cross_entropy
+
+
+@dataclass
+class CrossEntropyOutput:
+    """The loss and the requested metrics; the others are None."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def _mean_divisor(target, ce_weight, ignore_index):
+    """What a mean divides by; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
+    valid = target != ignore_index
+    if ce_weight is None:
+        return valid.sum().clamp_min(1)
+    classes = torch.where(valid, target, 0).clamp(0, ce_weight.shape[0] - 1)
+    weights = ce_weight.detach().to(accumulate_dtype(ce_weight.dtype))
+    total = torch.where(valid, weights[classes], 0.0).sum()
+    return torch.where(valid.any(), total, 1.0)
+
+
+def metrics_named(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False):
+    """liger's names of the metrics that flags of liger_kernel ask for."""
+    flags = {
+        "z_loss": return_z_loss,
+        "token_accuracy": return_token_accuracy,
+        "argmax": return_predicted_tokens,
+    }
+    return tuple(name for name, flag in flags.items() if flag)
+
+
+def _four(op, *tensors, target, return_z_loss, return_token_accuracy, return_predicted_tokens, **options):
+    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is None."""
+    per_row, ignore_index = options["reduction"] == "none", options["ignore_index"]
+    if options["reduction"] == "mean":
+        options["denominator"] = _mean_divisor(target, options["ce_weight"], ignore_index)
+    metrics = metrics_named(
+        return_z_loss,
+        return_token_accuracy and not per_row,
+        return_predicted_tokens or (return_token_accuracy and per_row),
+    )
+    result = op(*tensors, metrics=metrics, **options)
+    if isinstance(result, torch.Tensor):
+        return result, None, None, None
+    loss, z_loss, accuracy, predicted = result[:4]
+    if return_token_accuracy and per_row:
+        accuracy = ((predicted == target) & (target != ignore_index)).float()
+    return loss, z_loss, accuracy, predicted if return_predicted_tokens else None
+
+
+def _packed(result, *requested):
+    """The loss alone, or with any metric requested a :class:`CrossEntropyOutput`."""
+    return CrossEntropyOutput(*result) if any(requested) else result[0]
+
+
+# --- of logits ----------------------------------------------------------------------------------------------------
+
+
+def _apply_cross_entropy(
+    _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
+    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+):  # fmt: skip
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not written.
+
+    A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
+    """
+    return _four(
+        cross_entropy, _input, target, target=target, ce_weight=weight, ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )  # fmt: skip
+
+
+LigerCrossEntropyFunction = function_class("LigerCrossEntropyFunction", _apply_cross_entropy)
+
+
+def liger_cross_entropy(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
+    return_predicted_tokens=False,
+):  # fmt: skip
+    """:func:`liger.cross_entropy` with the signature of :func:`torch.nn.functional.cross_entropy`, and more options.
+
+    torch computes what the op does not: class probabilities as targets, classes in another dimension than the last,
+    and the deprecated arguments.
+    """
+    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
+    others = size_average is not None or reduce is not None
+    if others or input.dim() != 2 or target.is_floating_point():
+        if any(requested) or lse_square_scale or softcap is not None:
+            raise ValueError(
+                f"liger_cross_entropy: input has shape {tuple(input.shape)} and target dtype {target.dtype}, expected "
+                "(rows, classes) and class indices with lse_square_scale, softcap or a metric"
+            )
+        return _torch_cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    result = _apply_cross_entropy(
+        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *requested
+    )
+    return _packed(result, *requested)
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """:func:`liger_cross_entropy` as a module; the arguments of the constructor are in the order of liger_kernel."""
+
+    def __init__(
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight, self.ignore_index, self.reduction = weight, ignore_index, reduction
+        self.lse_square_scale, self.label_smoothing, self.softcap = lse_square_scale, label_smoothing, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
+        return liger_cross_entropy(
+            _input, target, self.weight, None, self.ignore_index, None, self.reduction, self.label_smoothing,
+            self.lse_square_scale, self.softcap, self.return_z_loss, self.return_token_accuracy,
+            self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
+    """Log-probabilities (B, L), float32, of the last L tokens of ``input_ids``; without gradients.
+
+    Args:
+        logits: (B, L + 1, V); the last position has no token.
+        input_ids: (B, at least L).
+        temperature: divisor of the logits.
+        mask: the shape of input_ids, 0 at tokens whose result is 0; or None.
+    """
+    length = logits.shape[1] - 1
+    target = input_ids[:, input_ids.shape[1] - length :]
+    if mask is not None:
+        target = torch.where(mask[:, mask.shape[1] - length :] != 0, target, -100)
+    # One sequence at a time: the scaled logits of the whole batch would need the memory of the logits again.
+    rows = [
+        cross_entropy(
+            scaled[:-1] if temperature == 1 else scaled[:-1].to(accumulate_dtype(scaled.dtype)) / temperature,
+            ids,
+            reduction="none",
+        )
+        for scaled, ids in zip(logits, target, strict=True)
+    ]
+    return -torch.stack(rows).float() if rows else logits.new_zeros((0, length), dtype=torch.float32)
+
+
+# --- of an lm_head ------------------------------------------------------------------------------------------------
+
+
+def _apply_fused_linear_cross_entropy(
+    _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, chunk_mem_const=1,
+):  # fmt: skip
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.fused_linear_ce`.
+
+    ``use_token_scaling`` multiplies the loss of each row by the probability of its target, without gradient.
+    ``accum_dtype=None`` sums the gradient of the weight in float32. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const``
+    have no effect: LIGER_BACKEND chooses kernels, LIGER_MEMORY_BUDGET the size of a chunk. A mean over no rows is 0,
+    and with ``reduction="none"`` the accuracy is one number per row.
+    """
+    token_weight = None
+    if use_token_scaling:
+        with torch.no_grad():
+            token_weight = fused_linear_logprobs(
+                _input, weight, target, bias, ignore_index=ignore_index, softcap=softcap
+            ).exp()
+    return _four(
+        fused_linear_ce, _input, weight, target, bias, target=target, ce_weight=ce_weight, token_weight=token_weight,
+        ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
+        reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+    )  # fmt: skip
+
+
+LigerFusedLinearCrossEntropyFunction = function_class(
+    "LigerFusedLinearCrossEntropyFunction", _apply_fused_linear_cross_entropy
+)
+
+
+def liger_fused_linear_cross_entropy(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1,
+):  # fmt: skip
+    """:func:`liger.fused_linear_ce`: the loss, or with any metric a :class:`CrossEntropyOutput`."""
+    result = _apply_fused_linear_cross_entropy(
+        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    return _packed(result, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """:func:`liger_fused_linear_cross_entropy` as a module. ``forward`` takes the weight of the lm_head first."""
+
+    def __init__(
+        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ce_weight, self.ignore_index, self.reduction = ce_weight, ignore_index, reduction
+        self.lse_square_scale, self.label_smoothing, self.softcap = lse_square_scale, label_smoothing, softcap
+        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | CrossEntropyOutput:  # fmt: skip
+        return liger_fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
+            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
+            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def fused_linear_cross_entropy_forward(
+    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False,
+):  # fmt: skip
+    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), for a scalar loss.
+
+    Gradients of tensors that require none are None.
+    """
+    if reduction == "none":
+        raise ValueError(
+            "fused_linear_cross_entropy_forward: reduction is 'none', expected 'mean' or 'sum', whose gradients do "
+            "not depend on that of the loss"
+        )
+    leaves = [
+        None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (_input, weight, bias)
+    ]
+    with torch.enable_grad(), graph_of_its_own():
+        result = _apply_fused_linear_cross_entropy(
+            leaves[0], leaves[1], target, leaves[2], ce_weight, ignore_index, lse_square_scale, label_smoothing,
+            reduction, softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
+            return_predicted_tokens,
+        )  # fmt: skip
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    found = iter(torch.autograd.grad(result[0], wanted) if wanted else ())
+    grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+    return (result[0].detach(), *result[1:], *grads)
+
+
+def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
+    """The three gradients times ``grad_output``, a scalar; None for None."""
+    return tuple(
+        None if g is None else g * grad_output.to(g.dtype) for g in (grad_input, grad_weight, grad_bias)
+    )
+
+
+def _apply_scaled_cross_entropy(
+    _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False,
+    selected_token_ids=None,
+):  # fmt: skip
+    """Negative log-likelihood of each row of ``_input`` (M, H), by :func:`liger.fused_linear_logprobs`.
+
+    Returns:
+        The likelihoods (M,); with ``return_entropy`` also the entropies (M,); with ``selected_token_ids`` (K,) also
+        the log-probabilities (M, K) of those classes, all in float32 and differentiable, 0 in ignored rows.
+    """
+    metrics = ("entropy",) if return_entropy else ()
+    result = fused_linear_logprobs(
+        _input, weight, target, ignore_index=ignore_index, metrics=metrics, temperature=temperature
+    )
+    logprobs, entropy = (result.logprobs, result.entropy) if return_entropy else (result, None)
+    outputs = [-logprobs] + ([entropy] if return_entropy else [])
+    if selected_token_ids is not None:
+        valid = (target != ignore_index).unsqueeze(-1)
+        rows, known = _input.float(), torch.where(valid.squeeze(-1), target, 0)
+        target_logit = (rows * weight[known].float()).sum(-1) / temperature
+        selected = rows @ weight[selected_token_ids].float().t() / temperature
+        # The logarithm of the partition function is the difference of the target's logit and its log-probability.
+        outputs.append(torch.where(valid, selected - (target_logit - logprobs).unsqueeze(-1), 0.0))
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+LigerFusedLinearScaledCrossEntropyFunction = function_class(
+    "LigerFusedLinearScaledCrossEntropyFunction", _apply_scaled_cross_entropy
+)
+
+# --- of a vocabulary that is sharded over processes ---------------------------------------------------------------
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
+):  # fmt: skip
+    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.fused_linear_logprobs` with a group.
+
+    Args:
+        weight: (classes of this process, H); all shards have equal size.
+        target: (M,) class indices among all classes.
+        tp_group: the processes with the shards; None: all processes.
+        tiles_per_reduce: without effect.
+
+    Returns:
+        The likelihoods (M,); with ``return_entropy`` also the entropies (M,), in float32, 0 in ignored rows. The
+        gradient of ``input`` is the complete one on every process.
+    """
+    result = fused_linear_logprobs(
+        input,
+        weight,
+        target,
+        ignore_index=ignore_index,
+        metrics=("entropy",) if return_entropy else (),
+        group=torch.distributed.group.WORLD if tp_group is None else tp_group,
+        temperature=temperature,
+    )
+    return (-result.logprobs, result.entropy) if return_entropy else -result
+
+
+def _apply_scaled_cross_entropy_tp(
+    _input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
+):  # fmt: skip
+    return liger_fused_linear_scaled_cross_entropy_tp(
+        _input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
+    )
+
+
+LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
+    "LigerFusedLinearScaledCrossEntropyTPFunction", _apply_scaled_cross_entropy_tp
+)
+
+_FORMULAS: dict[str, Sequence[str]] = {
+    "label_smoothing_formula": ("pytorch",),
+    "label_smoothing_mode": ("global",),
+    "reduction": ("none", "mean", "sum"),
+}
+
+
+def _apply_vocab_parallel(
+    vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0, label_smoothing_formula="pytorch",
+    label_smoothing_mode="global", reduction="none",
+):  # fmt: skip
+    """:func:`liger.cross_entropy` of logits (..., classes of this process), in the shape of target."""
+    given: dict[str, Any] = {
+        "label_smoothing_formula": label_smoothing_formula,
+        "label_smoothing_mode": label_smoothing_mode,
+        "reduction": reduction,
+    }
+    for name, value in given.items():
+        if value not in _FORMULAS[name]:
+            raise ValueError(
+                f"LigerVocabParallelCrossEntropy: {name} is '{value}', expected {' or '.join(_FORMULAS[name])}"
+            )
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "reduction": reduction,
+    }
+    group = None if tp_group is None or tp_group.size() == 1 else tp_group
+    return cross_entropy(vocab_parallel_logits, target, group=group, **options)
+
+
+LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _apply_vocab_parallel)
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """Cross entropy of logits (S, B, classes of this process); the loss has the shape of target, (S, B).
+
+    Raises:
+        ValueError: in the forward, ``label_smoothing_formula="megatron"`` or ``label_smoothing_mode="partition"``.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
+        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = (
+            label_smoothing_formula,
+            label_smoothing_mode,
+        )
+
+    def forward(
+        self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None
+    ) -> torch.Tensor:
+        return _apply_vocab_parallel(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode, self.reduction,
+        )  # fmt: skip

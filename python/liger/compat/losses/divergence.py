@@ -1,0 +1,266 @@
+"""Divergences between a student and a teacher, with the arguments of liger_kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...ops.cross_entropy.op import cross_entropy
+from ...ops.divergence.op import jsd, kl_div, tvd
+from ...ops.fused_linear_divergence.op import fused_linear_jsd, fused_linear_kl_div
+from ..function_class import function_class
+
+
+def _valid_rows(labels, ignore_index):
+    """The number of rows whose label is not ignored, at least 1, as a denominator; None without labels: all rows."""
+    return None if labels is None else (labels != ignore_index).sum().clamp_min(1)
+
+
+# --- JSD ----------------------------------------------------------------------------------------------------------
+
+
+def _apply_jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
+    """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows whose label is not ignored."""
+    return jsd(
+        _input, target.detach(), shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index,
+        denominator=_valid_rows(shift_labels, ignore_index),
+    )  # fmt: skip
+
+
+LigerJSDFunction = function_class("LigerJSDFunction", _apply_jsd)
+
+
+def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    return _apply_jsd(input, target, shift_labels, beta, ignore_index)
+
+
+class LigerJSD(nn.Module):
+    """Generalised Jensen-Shannon divergence of the student's and the teacher's log-probabilities."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(
+        self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _apply_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+
+def _apply_fused_linear_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
+    temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None,
+):  # fmt: skip
+    """:func:`liger.fused_linear_jsd`: the mean over the rows whose label is not ignored."""
+    return fused_linear_jsd(
+        student_input, student_weight, shift_labels, teacher_input=teacher_input.detach(),
+        teacher_weight=teacher_weight.detach(), beta=jsd_beta, temperature=temperature, ignore_index=ignore_index,
+        accum_dtype=accum_dtype, denominator=_valid_rows(shift_labels, ignore_index),
+    )  # fmt: skip
+
+
+LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", _apply_fused_linear_jsd)
+
+
+def liger_fused_linear_jsd(
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
+    temperature=1.0, accum_dtype=None,
+):  # fmt: skip
+    return _apply_fused_linear_jsd(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
+        temperature, accum_dtype,
+    )  # fmt: skip
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """:func:`liger.fused_linear_jsd` of two lm_heads as a module."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
+        self.temperature, self.accum_dtype = temperature, accum_dtype
+
+    def forward(
+        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return _apply_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
+            self.ignore_index, self.temperature, self.accum_dtype,
+        )  # fmt: skip
+
+
+# --- KL -----------------------------------------------------------------------------------------------------------
+
+
+def _apply_kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+    """KL(target || prediction) as :func:`torch.nn.functional.kl_div` defines it, by :func:`liger.kl_div`.
+
+    Args:
+        y_pred: (rows, classes) log-probabilities.
+        y_true: the same shape, probabilities or, with ``log_target``, log-probabilities. No gradient.
+        eps: without effect: a class with probability 0 adds nothing.
+    """
+    y_true = y_true.detach()
+    if reduction == "none":
+        # One number per class; the op of liger sums over classes.
+        return nn.functional.kl_div(y_pred, y_true, reduction="none", log_target=log_target)
+    options = {"mean": {"reduction": "sum", "denominator": y_pred.numel()}}.get(
+        reduction, {"reduction": reduction}
+    )
+    if not log_target:
+        # The logarithm of a 16-bit probability is no 16-bit number.
+        wide = torch.promote_types(y_pred.dtype, torch.float32)
+        y_pred, y_true = y_pred.to(wide), y_true.to(wide).log()
+    return kl_div(y_pred, y_true, log_probs=True, **options)
+
+
+LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", _apply_kl_div)
+
+
+def liger_kl_div(
+    input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10
+):
+    return _apply_kl_div(input, target, reduction, log_target, eps)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """:class:`torch.nn.KLDivLoss` with ``eps`` before its arguments."""
+
+    def __init__(self, eps: float = 1e-10, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+        return _apply_kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
+
+
+def _apply_fused_linear_kl_div(
+    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
+    temperature=1.0, eps=1e-10, accum_dtype=None,
+):  # fmt: skip
+    """:func:`liger.fused_linear_kl_div` to given probabilities ``target`` (rows, classes), which sum to 1."""
+    if reduction not in ("batchmean", "mean", "sum"):
+        raise ValueError(
+            f"liger_fused_linear_kl_div: reduction is '{reduction}', expected 'batchmean', 'mean' or 'sum'"
+        )
+    rows = _valid_rows(shift_labels, ignore_index)
+    rows = max(student_input.shape[0], 1) if rows is None else rows
+    divisor = {"batchmean": rows, "mean": rows * student_weight.shape[0], "sum": None}[reduction]
+    # Logits whose softmax at this temperature has the given probabilities.
+    teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log() * temperature
+    return fused_linear_kl_div(
+        student_input, student_weight, shift_labels, teacher_logits=teacher, temperature=temperature,
+        ignore_index=ignore_index, reduction="sum", accum_dtype=accum_dtype, denominator=divisor,
+    )  # fmt: skip
+
+
+LigerFusedLinearKLDivFunction = function_class("LigerFusedLinearKLDivFunction", _apply_fused_linear_kl_div)
+
+
+def liger_fused_linear_kl_div(
+    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
+    temperature=1.0, eps=1e-10, accum_dtype=None,
+):  # fmt: skip
+    return _apply_fused_linear_kl_div(
+        student_input,
+        student_weight,
+        target,
+        shift_labels,
+        reduction,
+        ignore_index,
+        temperature,
+        eps,
+        accum_dtype,
+    )
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    """KL divergence of an lm_head's output from given probabilities."""
+
+    def __init__(
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
+        self.eps, self.accum_dtype = eps, accum_dtype
+
+    def forward(
+        self, student_input: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return _apply_fused_linear_kl_div(
+            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
+            self.eps, self.accum_dtype,
+        )  # fmt: skip
+
+
+# --- TVD ----------------------------------------------------------------------------------------------------------
+
+
+def _apply_tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
+    """Half the absolute difference of probabilities (rows, classes).
+
+    By torch operations: :func:`liger.tvd` takes logits or log-probabilities, whose gradients do not exist at
+    probability 0.
+    """
+    if reduction not in ("none", "sum", "mean", "batchmean"):
+        raise ValueError(
+            f"liger_tvd: reduction is '{reduction}', expected 'none', 'sum', 'mean' or 'batchmean'"
+        )
+    terms = 0.5 * (p.float() - q.detach().float()).abs()
+    if shift_labels is not None:
+        terms = torch.where((shift_labels != ignore_index).unsqueeze(-1), terms, 0.0)
+    rows = _valid_rows(shift_labels, ignore_index)
+    rows = max(p.shape[0], 1) if rows is None else rows
+    if reduction == "none":
+        return terms
+    return terms.sum() / {"sum": 1, "batchmean": rows, "mean": rows * p.shape[-1]}[reduction]
+
+
+LigerTVDLossFunction = function_class("LigerTVDLossFunction", _apply_tvd)
+
+
+def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
+    return _apply_tvd(input, target, shift_labels, reduction, ignore_index)
+
+
+class LigerTVDLoss(nn.Module):
+    """Total variation distance of probabilities."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(
+        self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _apply_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+def _apply_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
+    """(cross entropy, total variation distance) of logits (rows, classes), one float32 number per row; 0 if ignored."""
+    return (
+        cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none"),
+        tvd(student_logits, teacher_logits.detach(), target, ignore_index=ignore_index, reduction="none"),
+    )
+
+
+LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", _apply_ce_tvd)
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance of every row."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _apply_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)

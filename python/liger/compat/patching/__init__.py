@@ -1,0 +1,1 @@
+"""liger_kernel's functions and classes that patch models and trainers."""

@@ -1,0 +1,1 @@
+"""Losses of a vocabulary that is sharded over the processes of a group."""

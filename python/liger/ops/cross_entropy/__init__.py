@@ -1,0 +1,1 @@
+"""Cross entropy of logits, and statistics of some of their classes."""

@@ -1,0 +1,426 @@
+"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
+
+docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a weight per
+row and, except for "none", a sum over rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..._core.dtensor.inputs import align_tokens
+from ..._core.math.dtypes import accumulate_dtype
+from ..._core.op.arguments import (
+    DIVISOR,
+    FLAG,
+    FRACTION,
+    HEAD,
+    arguments,
+    check_device,
+    check_divisor,
+    check_floating,
+    check_ignore_index,
+    choice,
+    described,
+    wrong_shape,
+)
+from ..._core.op.autograd import (
+    differentiable,
+    differentiable_once,
+    forbid_autograd,
+    is_traced,
+    refuse_gradient_outputs,
+    wants_grad,
+)
+from ..._core.op.backend import register_family
+from ..._core.op.fakes import check_one_device, register_fake
+from ..._core.op.forward_gradients import scaled_by_upstream
+from ..._core.op.loss_rows import Tokens, denominator_tensor, memory_order, refuse_gradients
+from ..._core.op.types import DivergenceReduction, Scalar
+from .rows import (
+    divergence_backward_torch,
+    divergence_ce_forward__torch,
+    divergence_forward__torch,
+    divergence_forward_torch,
+)
+
+register_family(
+    "divergence",
+    {
+        "divergence_forward": divergence_forward_torch,
+        "divergence_forward_": divergence_forward__torch,
+        "divergence_ce_forward_": divergence_ce_forward__torch,
+        "divergence_backward": divergence_backward_torch,
+    },
+    "liger.triton_kernels.divergence",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+def _fake_loss(student, per_row):
+    return student.new_empty(student.shape[0] if per_row else (), dtype=accumulate_dtype(student.dtype))
+
+
+@register_fake("liger::divergence_forward")
+def _(student, *rest):
+    *_, per_row, need_grad = rest
+    return (
+        _fake_loss(student, per_row),
+        student.new_empty((5, student.shape[0]), dtype=accumulate_dtype(student.dtype)),
+        torch.empty_like(student) if need_grad else student.new_empty(0),
+    )
+
+
+@register_fake("liger::divergence_forward_")
+def _(student, *rest):
+    return _fake_loss(student, rest[-1])
+
+
+@register_fake("liger::divergence_ce_forward_")
+def _(student, *rest):
+    *_, cross_entropy, _, _ = rest
+    wide = accumulate_dtype(student.dtype)
+    return _fake_loss(student, True), student.new_empty(student.shape[0] if cross_entropy else 0, dtype=wide)
+
+
+@register_fake("liger::divergence_backward")
+def _(grad_loss, student, *rest):
+    return torch.empty_like(student)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _gradient_in_forward(student, reduction):
+    """Whether the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy.op`."""
+    possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
+    return possible and not is_traced(student)
+
+
+def _setup(ctx, inputs, output):
+    student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
+    refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    ctx.has_gradient = need_grad and not per_row
+    if ctx.has_gradient:
+        ctx.save_for_backward(output[2])
+    else:
+        ctx.save_for_backward(student, teacher, target, row_weight, output[1])
+    # The gradient is marked as differentiable: see refuse_gradient_outputs.
+    ctx.mark_non_differentiable(*(output[1:2] if ctx.has_gradient else output[1:]))
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("divergence")
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_gradient_outputs("divergence", grad_others)
+    if grad_loss is None:
+        grad_student = None
+    elif not ctx.has_gradient:
+        student, teacher, target, row_weight, stats = ctx.saved_tensors
+        grad_rows = grad_loss if row_weight is None else grad_loss * row_weight
+        backward = torch.ops.liger.divergence_backward.default
+        grad_student = backward(grad_rows, student, teacher, target, stats, *ctx.options)
+    else:
+        grad_student = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)[0]
+    return grad_student, *(None,) * 10
+
+
+_forward_op = differentiable(torch.ops.liger.divergence_forward.default, _setup, _backward)
+divergence_forward_ = forbid_autograd("divergence_forward_")
+divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
+
+
+# --- composites ---------------------------------------------------------------------------------------------------
+
+
+def flatten_pair(op, names, x, teacher, target, token_weight):
+    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,) or None,
+    and the :class:`Tokens` of a loss per row."""
+    if x.dim() < 1:
+        raise wrong_shape(op, names[0], x, "at least one dimension")
+    if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
+        raise RuntimeError(
+            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
+            "but for the last dimension"
+        )
+    for name, other in (("target", target), ("token_weight", token_weight)):
+        if other is not None and other.shape != x.shape[:-1]:
+            raise RuntimeError(
+                f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
+                f"{tuple(x.shape[:-1])}"
+            )
+        # Checked here, because the message of a torch op would not name the arguments.
+        if other is not None and other.device != x.device:
+            raise RuntimeError(
+                f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
+            )
+    _, teacher, _ = align_tokens(op, x, teacher, None, names)
+    x, target, token_weight = align_tokens(op, x, target, token_weight, (names[0], "target"))
+    # A last dimension of size 0 has nothing to select; the op accepts it or names it.
+    tokens = Tokens(x.select(-1, 0) if x.shape[-1] else x.sum(-1), None)
+    if x.dim() == 1:
+        x, teacher = x.unsqueeze(0), teacher.unsqueeze(0)
+        target, token_weight = (None if t is None else t.unsqueeze(0) for t in (target, token_weight))
+    elif x.dim() > 2:
+        order = memory_order(x)
+        # Two tensors of vocabulary size: a teacher in another order would be copied instead of the student.
+        if order is not None and memory_order(teacher) == order:
+            tokens = tokens._replace(order=order)
+        x, teacher, target, token_weight = (
+            None if t is None else tokens.flatten(t) for t in (x, teacher, target, token_weight)
+        )
+    return x, teacher, target, token_weight, tokens
+
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
+    """The factor of each row's loss before the sum: (rows,), () if all are equal, or None for 1.
+
+    A tensor on the device of the rows, computed without synchronisation.
+    """
+    if target is not None:
+        check_ignore_index(op, "target", target, ignore_index)
+    check_one_device(
+        op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
+    )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
+    if token_weight is not None:
+        check_floating(op, "token_weight", token_weight)
+        check_device(op, "token_weight", token_weight, "the rows", rows)
+    refuse_gradients(op, token_weight=token_weight, denominator=denominator)
+    if token_weight is not None and target is not None:
+        # The weight of an ignored row may be nan.
+        token_weight = token_weight.masked_fill(target == ignore_index, 0)
+    wide = accumulate_dtype(rows.dtype)
+    if denominator is not None:
+        if reduction == "none":
+            raise ValueError(
+                f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
+            )
+        check_divisor(op, "denominator", denominator)
+        check_device(op, "denominator", denominator, "the rows", rows)
+        scale = denominator.reshape(()).to(wide).reciprocal()
+    elif reduction == "mean" and target is not None:
+        scale = (target != ignore_index).sum(dtype=wide).reciprocal()
+    elif reduction in ("mean", "batchmean"):
+        count = rows.shape[0] if reduction == "mean" else batch
+        scale = rows.new_full((), count, dtype=wide).reciprocal()
+    else:
+        return None if token_weight is None else token_weight.to(wide)
+    return scale if token_weight is None else token_weight.to(wide) * scale
+
+
+def nan_if_empty(loss, rows, batch, reduction, denominator):
+    """The loss, or nan for a mean over zero rows, as in all other losses."""
+    empty = {"mean": rows.shape[0] == 0, "batchmean": batch == 0}.get(reduction, False)
+    return loss + torch.nan if empty and denominator is None else loss
+
+
+def jsd_divergence(beta):
+    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a KL."""
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
+
+
+def _run(
+    op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
+    reduction,
+):  # fmt: skip
+    batch = student.shape[0] if student.dim() > 1 else 1
+    rows, teacher, target, token_weight, tokens = flatten_pair(
+        op, ("student", "teacher"), student, teacher, target, token_weight
+    )
+    if rows.dtype != teacher.dtype:
+        check_floating(op, "student", rows)
+        check_floating(op, "teacher", teacher)
+        # Autograd returns the gradient in the dtype of the student.
+        rows, teacher = (t.to(torch.promote_types(rows.dtype, teacher.dtype)) for t in (rows, teacher))
+    weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
+    if log_probs and temperature != 1.0:
+        raise ValueError(
+            f"{op}: temperature is {described(temperature)} with log_probs, expected 1: log-probabilities are logits "
+            "too, so pass them without log_probs"
+        )
+    torch.ops.liger.check_divergence(
+        op, rows, teacher, target, weight, divergence, beta, temperature, log_probs
+    )
+    refuse_gradients(op, teacher=teacher)
+    per_row = reduction == "none"
+    loss = _forward_op(
+        rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
+        _gradient_in_forward(rows, reduction),
+    )[0]  # fmt: skip
+    if per_row:
+        return tokens.restore(loss)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
+
+
+def _kl_div(
+    student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
+    log_probs=False, ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
+        temperature, log_probs, ignore_index, reduction,
+    )  # fmt: skip
+
+
+def _jsd_op(
+    student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
+        ignore_index, reduction,
+    )  # fmt: skip
+
+
+def _tvd_op(
+    student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
+        reduction,
+    )  # fmt: skip
+
+
+_library = torch.library.Library("liger", "IMPL")
+for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op)):
+    _library.impl(_name, _composite, "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+DIVERGENCE_OPTIONS = {
+    **HEAD,
+    "beta": FRACTION,
+    "denominator": DIVISOR,
+    "log_probs": FLAG,
+    "reduction": choice(DivergenceReduction),
+    "reverse": FLAG,
+}
+
+
+@arguments(**DIVERGENCE_OPTIONS)
+def kl_div(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
+    """``KL(teacher || student)`` or ``KL(student || teacher)`` of the distributions over the last dimension.
+
+    Computed from logits in float32 without storing a softmax. docs/divergence.md defines every term.
+
+    Args:
+        student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class with
+            probability 0. Of different dtypes one is promoted, at the cost of a copy.
+        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None: all rows
+            are valid.
+        token_weight: (...), a factor of the loss of each row, any floating dtype.
+        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor with one
+            element. Pass the count of the whole batch to split it into micro-batches whose losses add up.
+        reverse: ``KL(student || teacher)``, which is mode-seeking; False: ``KL(teacher || student)``.
+        temperature: both logits are divided by it. The loss is not multiplied by its square.
+        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with respect
+            to them.
+        ignore_index: the target of ignored rows.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or ``"batchmean"``, the sum
+            divided by the first dimension of student (nan if that is 0).
+
+    Returns:
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student without
+        its last dimension. Differentiable once, in student.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: options out of range, a temperature with ``log_probs``, a denominator with ``"none"``.
+        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires grad.
+
+    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv 2306.08543.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _kl_div(
+        student, teacher, target, token_weight, denominator, reverse, temperature, log_probs, ignore_index, reduction
+    )  # fmt: skip
+
+
+@arguments(**DIVERGENCE_OPTIONS)
+def jsd(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
+    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+
+    Args:
+        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as in GKD.
+        student, teacher and the others: as in :func:`liger.kl_div`.
+
+    Returns:
+        As :func:`liger.kl_div`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
+
+    Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _jsd_op(
+        student, teacher, target, token_weight, denominator, beta, temperature, log_probs, ignore_index, reduction
+    )  # fmt: skip
+
+
+@arguments(**DIVERGENCE_OPTIONS)
+def tvd(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
+    """Total variation distance, ``sum(abs(teacher - student)) / 2`` of the probabilities.
+
+    Args:
+        student, teacher and the others: as in :func:`liger.kl_div`.
+
+    Returns:
+        As :func:`liger.kl_div`. The derivative for a class with equal probabilities is taken as 0.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
+
+    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _tvd_op(
+        student, teacher, target, token_weight, denominator, temperature, log_probs, ignore_index, reduction
+    )

@@ -1,0 +1,137 @@
+"""fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): fakes, autograd, and the calls
+of the public functions with ``lora_a`` and ``lora_b``.
+
+The logits are ``hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..._core.head.cross_entropy import Metrics
+from ..._core.head.lm_head import HeadOptions
+from ..._core.head.low_rank import check_factors, refuse_one_factor
+from ..._core.head.results import fake_logprobs, fake_results
+from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
+from ..._core.op.by_name import arguments_type, by_name
+from ..._core.op.fakes import register_fake
+from ..._core.op.forward_gradients import gradients_in_forward
+from . import lora_chunks  # noqa: F401  registers the kernels
+
+_LOGPROBS = "fused_linear_logprobs"
+# The arguments with a gradient, and their positions in both forwards.
+_DIFFERENTIATED = ("input", "weight", "bias", "lora_a", "lora_b", "down")
+_POSITIONS = (0, 1, 3, 4, 5, 6)
+_logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+def _fake_gradients(a):
+    tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
+    # Of an argument that is None.
+    likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
+    return tuple(
+        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)
+        for t, like, need in zip(tensors, likes, a.needs_grad, strict=True)
+    )
+
+
+@register_fake("liger::fused_linear_ce_lora_forward")
+@by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
+def _(a):
+    results = fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a))
+    return *results, *_fake_gradients(a)
+
+
+@register_fake("liger::fused_linear_logprobs_lora_forward")
+@by_name(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+def _(a):
+    return fake_logprobs(a)
+
+
+register_fake("liger::fused_linear_logprobs_lora_backward")(
+    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(_fake_gradients)
+)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+_ce_op = gradients_in_forward(
+    torch.ops.liger.fused_linear_ce_lora_forward.default,
+    "fused_linear_ce",
+    refused=("ce_weight", "token_weight", "denominator"),
+    row_weight="token_weight",
+    per_row=("reduction", "none", "sum"),
+    differentiated=_DIFFERENTIATED,
+)
+
+
+def _setup(ctx, inputs, output):
+    a = _logprobs_arguments(*inputs)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scale, ctx.options = a.lora_scale, HeadOptions.of_op(a)
+    ctx.mark_non_differentiable(*(output[2:] if a.return_entropy else output[1:]))
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once(_LOGPROBS)
+def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
+    if grad_logprobs is None and grad_entropy is None:
+        return (None,) * len(_logprobs_arguments._fields)
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(grad_entropy)
+    needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
+    options = ctx.options
+    grads = torch.ops.liger.fused_linear_logprobs_lora_backward.default(
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *options.of_logits, options.memory_budget, *needed,
+        options.logits_dtype, options.accum_dtype,
+    )  # fmt: skip
+    return at_positions(len(_logprobs_arguments._fields), _POSITIONS, grads, needed)
+
+
+_logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward.default, _setup, _backward)
+
+
+# --- calls of public functions ------------------------------------------------------------------------------------
+
+
+def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
+    """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not have.
+
+    Args:
+        op: the public function.
+        names: of input and weight there.
+        input, weight: (..., H), (V, H).
+        lora_a, lora_b: the factors; not both None.
+        refused: such options, by name, with the value that is expected.
+    """
+    refuse_one_factor(op, lora_a, lora_b)
+    for name, (value, expected) in refused.items():
+        if value not in expected:
+            choice = " or ".join(map(str, expected))
+            raise ValueError(f"{op}: {name} is {value}, expected {choice} with lora_a and lora_b")
+    if weight.dim() == 2 and input.dim() > 0:
+        check_factors(op, names, input, weight, lora_a, lora_b)
+
+
+def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):
+    """The results of ``fused_linear_ce_lora_forward`` but its gradients, differentiable.
+
+    ``factors``: (lora_a or None, lora_b, down or None). ``options``: :class:`CEOptions`.
+    """
+    tensors = rows, weight, bias, *factors
+    needs = (False,) * 6 if options.reduction == "none" else wants_grad(*tensors)
+    weights, numbers = options[:3], options[3:]
+    arguments = rows, weight, target, bias, *factors, *weights, float(scale), *numbers
+    return _ce_op(*arguments, *metrics, *needs)[:6]
+
+
+def lora_logprobs(rows, weight, target, bias, factors, scale, options, metrics):
+    """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested.
+    ``options``: :class:`HeadOptions`."""
+    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
+    numbers = options.temperature, options.ignore_index, options.softcap, options.memory_budget
+    arguments = rows, weight, target, bias, *factors, float(scale), *numbers
+    return _logprobs_op(*arguments, *metrics, options.logits_dtype, options.accum_dtype)

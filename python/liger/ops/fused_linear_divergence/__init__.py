@@ -1,0 +1,1 @@
+"""Divergences between the outputs of two linear layers."""

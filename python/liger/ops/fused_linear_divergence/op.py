@@ -1,0 +1,312 @@
+"""Divergences between the outputs of two linear layers, in chunks of rows whose logits fit a memory budget.
+
+The loss can include cross entropy of the same logits. docs/divergence.md defines every term.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..._core.dtensor.inputs import is_dtensor
+from ..._core.head.float16_factor import float16_factor
+from ..._core.head.results import fake_gradients
+from ..._core.math.dtypes import accumulate_dtype
+from ..._core.op.arguments import (
+    LayerNames,
+    arguments,
+    check_accum_dtype,
+    check_device,
+    check_floating,
+    check_layer,
+    wrong_shape,
+)
+from ..._core.op.autocast import autocast_operands
+from ..._core.op.autograd import wants_grad
+from ..._core.op.by_name import by_name
+from ..._core.op.fakes import register_fake
+from ..._core.op.forward_gradients import gradients_in_forward
+from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.types import DivergenceReduction, Scalar
+from ..._core.runtime.memory_budget import check_budget_variable
+from ..divergence.op import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
+from . import chunks as _kernel  # noqa: F401  (registers the kernel)
+
+# --- fake ---------------------------------------------------------------------------------------------------------
+
+
+@register_fake("liger::fused_linear_divergence_forward")
+@by_name(torch.ops.liger.fused_linear_divergence_forward.default)
+def _(a):
+    rows, wide = a.input.shape[:1], accumulate_dtype(a.input.dtype)
+    return (
+        a.input.new_empty(rows if a.per_row else (), dtype=wide),
+        a.input.new_empty(rows if a.soft else (0,), dtype=wide),
+        a.input.new_empty(rows if a.hard else (0,), dtype=wide),
+        *fake_gradients(a),
+    )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+_NAME = "fused_linear_divergence"
+
+_forward_op = gradients_in_forward(
+    torch.ops.liger.fused_linear_divergence_forward.default,
+    _NAME,
+    refused=("teacher", "teacher_weight", "teacher_bias", "row_weight"),
+    row_weight="row_weight",
+    per_row=("per_row", True, False),
+)
+
+
+def fused_linear_distillation(
+    op, input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
+    beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
+):  # fmt: skip
+    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the needed gradients.
+
+    The caller has applied autocast to the operands. Errors name ``op``.
+    """
+    refuse_gradients(
+        op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias, row_weight=row_weight
+    )
+    needs_grad = (False,) * 3 if per_row else wants_grad(input, weight, bias)
+    factor = None
+    is_plain = not (is_dtensor(input) or is_dtensor(row_weight))
+    if (
+        input.dtype == torch.float16
+        and any(needs_grad)
+        and is_plain
+        and row_weight is not None
+        and row_weight.numel()
+    ):
+        factor = float16_factor(row_weight.float().abs().amax().reciprocal(), input.shape[0])
+        row_weight = row_weight * factor
+    results = _forward_op(
+        input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
+        beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, *needs_grad,
+    )[:3]  # fmt: skip
+    return results if factor is None else tuple(result / factor for result in results)
+
+
+# --- composites ---------------------------------------------------------------------------------------------------
+
+
+def _run(
+    op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
+    temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name,
+):  # fmt: skip
+    # A teacher given as logits is not an operand of a GEMM, so autocast does not cast it.
+    operands = (input, weight, bias, teacher_weight, teacher_bias)
+    input, weight, bias, teacher_weight, teacher_bias, *states = autocast_operands(
+        *operands, *(() if teacher_weight is None else (teacher,))
+    )
+    teacher = states[0] if states else teacher
+    check_accum_dtype(op, "input", input, accum_dtype)
+    frozen = {teacher_name: teacher, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    refuse_gradients(op, **frozen)
+    batch = input.shape[0] if input.dim() > 1 else 1
+    rows, teacher, target, token_weight, tokens = flatten_pair(
+        op, ("input", teacher_name), input, teacher, target, token_weight
+    )
+    check_layer(op, LayerNames(), rows, weight, bias, target)
+    expected = f"{weight.shape[0]} classes, those of weight"
+    if teacher_weight is None:
+        check_floating(op, teacher_name, teacher)
+        check_device(op, teacher_name, teacher, "input", rows)
+        if teacher.shape[-1] != weight.shape[0]:
+            raise wrong_shape(op, teacher_name, teacher, f"logits of {expected}")
+    else:
+        if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
+            raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        check_device(op, teacher_name, teacher, "input", rows)
+        names = LayerNames(teacher_name, "teacher_weight", bias="teacher_bias")
+        check_layer(op, names, teacher, teacher_weight, teacher_bias)
+    row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
+    per_row = reduction == "none"
+    loss, _, _ = fused_linear_distillation(
+        op, rows, weight, teacher, teacher_weight, None, target, bias, teacher_bias, row_weight, divergence, beta,
+        temperature, 1.0, 0.0, ignore_index, per_row, accum_dtype, memory_budget,
+    )  # fmt: skip
+    if per_row:
+        return tokens.restore(loss)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
+
+
+def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
+    """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one teacher."""
+    if (teacher_input is None) == (teacher_logits is None):
+        found = "neither" if teacher_input is None else "both"
+        raise ValueError(
+            f"{op}: {found} of teacher_input and teacher_logits were given, expected teacher_input with "
+            "teacher_weight, or teacher_logits"
+        )
+    if teacher_logits is None:
+        if teacher_weight is None:
+            raise ValueError(f"{op}: teacher_input was given without teacher_weight, expected both")
+        return teacher_input, "teacher_input"
+    for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
+        if tensor is not None:
+            raise ValueError(f"{op}: {name} was given with teacher_logits, expected it with teacher_input")
+    return teacher_logits, "teacher_logits"
+
+
+def _of_divergence(
+    op, divergence, input, weight, target, bias, teacher_input, teacher_weight, teacher_bias, teacher_logits,
+    token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
+):  # fmt: skip
+    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    return _run(
+        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, *divergence,
+        temperature, ignore_index, reduction, accum_dtype, memory_budget, name,
+    )  # fmt: skip
+
+
+def _kl_div(reverse: bool) -> tuple[str, float]:
+    return "reverse_kl" if reverse else "forward_kl", 0.5
+
+
+def _jsd(beta: float) -> tuple[str, float]:
+    return jsd_divergence(beta), beta
+
+
+def _composite(op, divergence_of, default):
+    """The op of ``torch.ops.liger``, whose option behind the teacher selects the divergence."""
+
+    def composite(
+        input, weight, target=None, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None,
+        teacher_logits=None, option=default, token_weight=None, denominator=None, ignore_index=-100, reduction="mean",
+        accum_dtype=None, memory_budget=None, temperature=1.0,
+    ):  # fmt: skip
+        return _of_divergence(
+            op, divergence_of(option), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
+            teacher_logits, token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
+        )  # fmt: skip
+
+    return composite
+
+
+_library = torch.library.Library("liger", "IMPL")
+for _op, _divergence_of, _default in (
+    ("fused_linear_kl_div", _kl_div, False),
+    ("fused_linear_jsd", _jsd, 0.5),
+):
+    _library.impl(_op, _composite(_op, _divergence_of, _default), "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+@arguments(**DIVERGENCE_OPTIONS)
+def fused_linear_kl_div(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    teacher_input: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None,
+    reverse: bool = False,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+    accum_dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """``kl_div(input @ weight.T + bias, teacher_input @ teacher_weight.T + teacher_bias)`` without materialising all
+    logits.
+
+    Rows are processed in chunks whose logits, of student and teacher, fit a memory budget. The gradient of the
+    student's logits overwrites them. The teacher gets no gradient.
+
+    Args:
+        input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
+        weight: (V, H), the dtype of input, like bias.
+        target: (...), int64 or int32: only rows whose target is not ignore_index count; None: all rows.
+        bias: (V,) or None.
+        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None, of one floating dtype: the
+            hidden states and the lm_head of the teacher. The GEMM runs in their dtype.
+        teacher_logits: (..., V), any floating dtype: instead of these, its logits.
+        reverse, token_weight, denominator, ignore_index, reduction, temperature: as in :func:`liger.kl_div`. With
+            ``reduction="none"`` the backward computes the logits a second time.
+        accum_dtype: as in :func:`liger.fused_linear_ce`.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+
+    It takes no softcap, logits_dtype, accumulate_grad_weight and lora_a: the kernels of divergences read two rows of
+    logits as a GEMM writes them. Under autocast the operands are cast as ``torch.nn.functional.linear`` casts them.
+
+    Returns:
+        As :func:`liger.kl_div`. Differentiable once, in input, weight and bias. The GEMM of a gradient that is not
+        needed is skipped.
+
+    Raises:
+        TypeError: an argument of another type.
+        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, a tensor of the teacher, a token_weight or a
+            denominator that requires grad.
+        ValueError: options out of range, no teacher or two, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that
+            is not a positive number of bytes.
+
+    Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
+
+    Example::
+
+        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
+        loss = liger.fused_linear_kl_div(hidden_states, lm_head.weight, labels, **teacher)
+    """
+    check_budget_variable(memory_budget)
+    return _of_divergence(
+        "fused_linear_kl_div", _kl_div(reverse), input, weight, target, bias, teacher_input, teacher_weight,
+        teacher_bias, teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction,
+        accum_dtype, memory_budget, temperature,
+    )  # fmt: skip
+
+
+@arguments(**DIVERGENCE_OPTIONS)
+def fused_linear_jsd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    teacher_input: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None,
+    beta: float = 0.5,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+    accum_dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """:func:`liger.jsd` of the outputs of two linear layers without materialising all logits.
+
+    Args:
+        beta: as in :func:`liger.jsd`.
+        input, weight and the others: as in :func:`liger.fused_linear_kl_div`.
+
+    Returns:
+        As :func:`liger.fused_linear_kl_div`.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
+
+    Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
+
+    Example::
+
+        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
+        loss = liger.fused_linear_jsd(hidden_states, lm_head.weight, labels, beta=0.1, **teacher)
+    """
+    check_budget_variable(memory_budget)
+    return _of_divergence(
+        "fused_linear_jsd", _jsd(beta), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
+        teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction, accum_dtype,
+        memory_budget, temperature,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Log-probabilities of target tokens under a linear layer."""

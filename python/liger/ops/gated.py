@@ -1,0 +1,179 @@
+"""Gated activations, ``activation(gate) * up``: the torch kernels of swiglu and geglu, and their in-place forms.
+
+Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by side in the
+last dimension of one tensor, the output of a merged projection. ``options`` are the arguments of an op after its
+tensors, such as the approximation of GELU.
+"""
+
+import torch
+
+from .._core.math.dtypes import accumulate_dtype
+from .._core.math.memory_format import laid_out_like
+from .._core.op.arguments import FLAG, check
+from .._core.op.autograd import (
+    differentiable_once,
+    forbid_autograd,
+    may_write_inputs,
+    may_write_saved,
+    non_overlapping,
+    refuse_inplace_leaf,
+)
+from .._core.op.declared import derive
+from .._core.op.types import Activation, Approximate
+
+# --- formulas -----------------------------------------------------------------------------------------------------
+
+
+def _silu(gate):
+    return torch.nn.functional.silu(gate)
+
+
+def _silu_backward(grad, gate):
+    return _silu(gate), torch.ops.aten.silu_backward(grad, gate)
+
+
+def _gelu(approximate):
+    def value(gate):
+        return torch.nn.functional.gelu(gate, approximate=approximate)
+
+    def backward(grad, gate):
+        return value(gate), torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
+
+    return value, backward
+
+
+# Activation -> (value(gate), backward(grad, gate) -> (value, gradient of gate)).
+_FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh": _gelu("tanh")}
+
+# ``approximate`` of torch.nn.functional.gelu -> name of the activation.
+GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _product(gate, up, activation):
+    wide = accumulate_dtype(gate.dtype)
+    return _FORMULAS[activation][0](gate.to(wide)).mul_(up.to(wide))
+
+
+def _grads(grad_out, gate, up, activation, with_product):
+    """(grad_gate, grad_up, product or None) in the accumulation dtype."""
+    wide = accumulate_dtype(gate.dtype)
+    grad_out, gate, up = grad_out.to(wide), gate.to(wide), up.to(wide)
+    value, grad_gate = _FORMULAS[activation][1](grad_out * up, gate)
+    product = value * up if with_product else None
+    return grad_gate, value.mul_(grad_out), product
+
+
+def _halves(packed):
+    """Views of the gate half and the up half of the last dimension."""
+    half = packed.shape[-1] // 2
+    return packed[..., :half], packed[..., half:]
+
+
+def _product_like(gate_up):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+# --- torch backend: the ops of a family, by the name of the activation ------------------------------------
+
+
+def product(gate, up, activation):
+    return laid_out_like(gate, _product(gate, up, activation))
+
+
+def backward(grad_out, gate, up, emit_product, activation):
+    grad_gate, grad_up, product = _grads(grad_out, gate, up, activation, emit_product)
+    return (
+        laid_out_like(gate, grad_gate),
+        laid_out_like(up, grad_up),
+        laid_out_like(gate, product) if emit_product else gate.new_empty(0),
+    )
+
+
+def backward_(grad_out, gate, up, activation):
+    grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation, False)
+    gate.copy_(grad_gate)
+    up.copy_(grad_up)
+
+
+def backward_product_(grad_out, gate, up, activation):
+    for written, value in zip(
+        (gate, up, grad_out), _grads(grad_out, gate, up, activation, True), strict=True
+    ):
+        written.copy_(value)
+
+
+def packed_product(gate_up, activation):
+    return _product_like(gate_up).copy_(_product(*_halves(gate_up), activation))
+
+
+def packed_backward(grad_out, gate_up, emit_product, activation):
+    *grads, product = _grads(grad_out, *_halves(gate_up), activation, emit_product)
+    product = _product_like(gate_up).copy_(product) if emit_product else gate_up.new_empty(0)
+    return torch.empty_like(gate_up).copy_(torch.cat(grads, -1)), product
+
+
+def packed_backward_(grad_out, gate_up, activation):
+    *grads, _ = _grads(grad_out, *_halves(gate_up), activation, False)
+    gate_up.copy_(torch.cat(grads, -1))
+
+
+# --- the forms that write -----------------------------------------------------------------------------------------
+
+
+class _Form:
+    """One form of a gated op, separate or packed, with its backward ops: ``form(tensors, inplace, *options)``."""
+
+    def __init__(self, name, arguments):
+        self.name, self.arguments = name, arguments
+        count = len(arguments)
+        self.backward_op = getattr(torch.ops.liger, f"{name}_backward").default
+        self.backward_op_ = forbid_autograd(f"{name}_backward_")
+
+        @differentiable_once(name)
+        def inplace_backward(ctx, grad_out):
+            inputs = ctx.saved_tensors
+            if not may_write_saved(ctx, *inputs):
+                return None, None, *self.backward_op(grad_out, *inputs, False, *ctx.options)[:count]
+            # Detached: otherwise the gradients would have the history of the inputs.
+            inputs = [t.detach() for t in inputs]
+            self.backward_op_(grad_out, *inputs, *ctx.options)
+            return None, None, *inputs
+
+        self.inplace_backward = inplace_backward
+        self.op = derive(name)
+
+    def __call__(self, tensors, inplace, *options):
+        if inplace is not False:
+            check(self.name, "inplace", inplace, FLAG)
+            if inplace and self._inplace_applies(tensors):
+                return _Inplace.apply(self, options, *tensors)
+        return self.op(*tensors, *options)
+
+    def _inplace_applies(self, tensors):
+        """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
+
+        Compiled code takes the functional form; the compiler reuses buffers itself.
+        """
+        if not may_write_inputs(*tensors) or not torch.is_grad_enabled():
+            return False
+        refuse_inplace_leaf(self.name, self.arguments, tensors)
+        return all(t.requires_grad for t in tensors) and non_overlapping(tensors)
+
+
+class _Inplace(torch.autograd.Function):
+    """A form whose backward overwrites the inputs with their gradients, unless the graph is retained."""
+
+    @staticmethod
+    def forward(ctx, form, options, *inputs):
+        ctx.form, ctx.options = form, options
+        ctx.save_for_backward(*inputs)
+        return form.op(*inputs, *options)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return ctx.form.inplace_backward(ctx, grad_out)
+
+
+def gated_forms(name):
+    """The two forms of a family: (gate and up, packed)."""
+    return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))

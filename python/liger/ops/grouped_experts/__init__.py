@@ -1,0 +1,1 @@
+"""The gated experts of a mixture of experts."""

@@ -1,0 +1,1 @@
+"""Rotary position embeddings, alone and after RMS norms of queries and keys."""

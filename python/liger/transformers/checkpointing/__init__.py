@@ -1,0 +1,1 @@
+"""``checkpoint``: which decoder layers recompute, by measured memory."""

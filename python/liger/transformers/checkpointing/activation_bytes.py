@@ -1,0 +1,91 @@
+"""The bytes that one decoder layer saves for its backward."""
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from ..recipe import recomputed
+
+
+class Probe:
+    """Calls a layer without a checkpoint, counts what it saves, and stores that in host memory until the backward.
+
+    So the step needs no more device memory than one in which the layer is recomputed: its activations exist in the
+    forward alone, where the activations of the other layers are not yet recomputed. On the CPU they are not copied.
+
+    Attributes:
+        bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and without what
+            its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once. The sum over all calls.
+    """
+
+    is_probe = True
+
+    def __init__(self, layer):
+        self.layer, self.bytes = layer, 0
+
+    def __call__(self, function, *args, **kwargs):
+        given = getattr(function, "keywords", {})
+        outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in plain_tensors(t)}
+        # References to the storages: without them the allocator may reuse an address for another saved tensor.
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(x):
+            # ZeRO-3 gathers the parameters inside the call.
+            weights = {
+                _address(leaf)
+                for t in (*self.layer.parameters(), *self.layer.buffers())
+                for leaf in plain_tensors(t)
+            }
+            for leaf in () if recomputed.is_recomputed(x) else plain_tensors(x):
+                if leaf.numel() and _address(leaf) not in outside | weights:
+                    storages[_address(leaf)] = leaf.untyped_storage()
+            stays = (
+                type(x) is not torch.Tensor
+                or x.layout is not torch.strided
+                or x.device.type == "cpu"
+                or _address(x) in weights
+            )
+            return x if stays else HostCopy(x)
+
+        def unpack(packed):
+            return packed.restored() if isinstance(packed, HostCopy) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recomputed.counting(pack):
+            output = function(*args, **kwargs)
+        self.bytes += sum(storage.nbytes() for storage in storages.values())
+        return output
+
+
+class HostCopy:
+    """A tensor in host memory that comes back with its strides.
+
+    A backward may rely on the strides that its forward has made: that of memory-efficient attention needs those of a
+    mask whose rows are a slice of longer ones. Expanded dimensions are stored once.
+    """
+
+    def __init__(self, x):
+        self.shape, self.device = x.shape, x.device
+        x = x.detach()
+        for dim, stride in enumerate(x.stride()):
+            if stride == 0 and x.shape[dim] > 1:
+                x = x.narrow(dim, 0, 1)
+        self.stride, self.data = x.stride(), x.to("cpu")
+
+    def restored(self):
+        x = torch.empty_strided(self.data.shape, self.stride, dtype=self.data.dtype, device=self.device)
+        return x.copy_(self.data).expand(self.shape)
+
+
+def plain_tensors(x):
+    """The tensors that a tensor consists of: itself, or those inside a DTensor or another wrapper."""
+    if not isinstance(x, torch.Tensor):
+        return
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(x, name))
+    else:
+        yield x
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,374 @@
+"""``checkpoint``: recomputes as many decoder layers as the memory asks for, and no more.
+
+A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last. It starts
+with full checkpointing, measures a step, and then lets the last layers keep their activations, because the backward
+frees theirs first. checkpointing/memory_plan.py has the arithmetic, docs/checkpointing.md the method.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..recipe.classes import require_module
+from . import decoder_layers, device_memory
+from .activation_bytes import Probe
+from .agreement import Agreement
+from .memory_plan import MemoryPlan
+from .step import BackwardHook, Step
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_GIB = 2**30
+# Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
+_MOST_GROWING = 16
+# Between the starts of two steps, in units of a layer's activations: less does not change a plan.
+_LEAST_GROWTH = 0.25
+
+
+def checkpoint(
+    model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
+) -> _Model:
+    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their activations.
+
+    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as the memory
+    needs, at most all of them. A step with more tokens than any before gets a new plan before it starts. Losses and
+    gradients are those of the model without checkpointing. Each change of the plan prints one line on stderr, and
+    :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
+
+    Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP, ``deepspeed.initialize``), and
+    before ``torch.compile``, whose code neither measures nor changes the plan. Models without layers of transformers
+    must be patched first. ``liger.unpatch`` ends it, too.
+
+    Args:
+        model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of layers.
+        memory: what the process may allocate on the device at the peak of a step, weights and optimizer included: bytes
+            (int), a share of the memory of the device (float in (0, 1]), or "auto" for what is free after the first
+            step. A part of the device is left free in any case, 3 to 8 percent by measurement. On a CPU it must be in
+            bytes and counts parameters, gradients and the activations of layers alone. None ends the planning and
+            restores the checkpointing that the model had before, or that other code has turned on or off since.
+        tokens: the tokens of the longest step that will come, padding included, on any rank. None: the longest step so
+            far.
+        group: the process group whose ranks run this model, which must agree on a plan. None: all processes.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: model is not a module, or memory or tokens have another type.
+        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on the CPU
+            of a machine with one: in the first step); a model without decoder layers.
+    """
+    require_module("liger.transformers.checkpoint", model)
+    if memory is not None:
+        device_memory.check(memory)
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
+        raise TypeError(
+            f"liger.transformers.checkpoint: tokens must be an int or None, not {type(tokens).__name__}"
+        )
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"liger.transformers.checkpoint: tokens must be positive, got {tokens}")
+    release(model)
+    if memory is not None:
+        layers = decoder_layers.find(model)
+        if not layers:
+            raise ValueError(
+                f"liger.transformers.checkpoint: {type(model).__name__} has no decoder layers; looked for a list of "
+                "transformers' GradientCheckpointingLayer or of modules whose class is named ...Layer or ...Block"
+            )
+        Planner(model, layers, memory, tokens, Agreement(group))
+    return model
+
+
+def release(model):
+    """Ends the planning of a model; no effect without any."""
+    for planner in planners(model):
+        planner.release()
+
+
+def forget(model):
+    """Has the layers measured again, because what they save has changed; no effect without a plan."""
+    for planner in planners(model):
+        planner.forget()
+
+
+def planners(model):
+    """The planners of the layers of a model."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    found = (getattr(hook, "__self__", None) for hook in hooks)
+    return [owner for owner in found if isinstance(owner, Planner)]
+
+
+class Planner:
+    """The state of :func:`checkpoint`; a copy of the model gets a copy of it."""
+
+    def __init__(self, model, layers, memory, tokens, agreement):
+        self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
+        self.agreement = agreement
+        self.switches = decoder_layers.Switches(model, layers)
+        self.allowed = len(layers)
+        if decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped:
+            self.allowed -= 1
+        self.meter: Any = None
+        self.plan: MemoryPlan | None = None
+        self.step: Step | None = None
+        self.probes: dict[Any, Probe] = {}
+        self.longest: list[int] = []
+        self.starts: deque[int] = deque(maxlen=64)
+        # By phase, which is whether gradients exist at the start of the step.
+        self.phase_start: dict[bool, int] = {}
+        self.kept: dict[bool, int] = {}
+        self.settled: set[bool] = set()
+        self.last_start: dict[bool, int] = {}
+        # Steps since the longest one, the same number on every rank.
+        self.age = 0
+        self.handles = [
+            layers[0].register_forward_pre_hook(self._before, with_kwargs=True),
+            layers[-1].register_forward_hook(self._after),
+        ]
+
+    def release(self):
+        for handle in self.handles:
+            handle.remove()
+        self.switches.restore()
+
+    def forget(self):
+        """Discards all measurements: the next step recomputes all layers and is measured."""
+        self.plan, self.step, self.probes = None, None, {}
+        self.phase_start, self.kept, self.age = {}, {}, 0
+        self.settled.clear()
+
+    def __getstate__(self):
+        # A step belongs to one graph, which copies do not have.
+        return {**vars(self), "step": None}
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _before(self, layer, args, kwargs):
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return  # Compiled code must not depend on measurements; a backward recomputes the layer.
+        if not (layer.training and torch.is_grad_enabled()):
+            if layer.training and decoder_layers.READS_BEFORE_HOOKS:
+                self.switches.turn(0)  # Replaces reentrant checkpoints, which hide the steps.
+            self._pause()
+            return
+        hidden = next(
+            (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim() > 1), None
+        )
+        if hidden is None:
+            return
+        if self.meter is None:
+            self._begin(hidden)
+        now, retries, ooms = self.meter.read()
+        if self.step is None or self.step.is_over or ooms > self.step.ooms:
+            phase = self._phase()
+            self._finish(phase, now, retries, ooms)
+            self.starts.append(now)
+            self.phase_start[phase] = now
+            self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
+        self._choose(self.step, hidden)
+
+    def _after(self, layer, args, output):
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or self.step is None:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not (layer.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad):
+            return
+        if self.step.is_measured and self.step.forwards == 1:
+            # Layers that count their activations have not stored their input, as a checkpoint does.
+            missing = len(self.probes) * hidden.nbytes
+            self.step.after_forward = self.meter.read()[0]
+            self.step.forward_bytes = self.step.after_forward - self.step.start + missing
+        hook = BackwardHook(self.step, self.meter)
+        self.step.graphs.append(weakref.ref(hook))
+        hidden.register_hook(hook)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, hidden):
+        if hidden.device.type == "cuda":
+            self.meter = device_memory.CudaMemory(self.memory, hidden.device)
+        else:
+            self.meter = device_memory.CountedMemory(self.memory, self.model)
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        self.trained = [p for p in parameters if p.requires_grad]
+        # The statistics are those of one device. Offloaded parameters are on the CPU.
+        if any(p.device not in (hidden.device, torch.device("cpu")) for p in parameters):
+            self.allowed = 0
+            self._say("the layers are on several devices, so all of them are recomputed")
+        # ZeRO-3 and FSDP1 with flat parameters store gradients elsewhere.
+        self.sees_gradients = bool(self.trained) and not hasattr(self.trained[0], "ds_id")
+        modules = self.layers[0].modules()
+        settings = (getattr(module, "config", None) for module in modules)
+        self.is_quadratic = any(getattr(c, "_attn_implementation", None) == "eager" for c in settings)
+        self.longest = [0] * len(self._load(hidden))
+        if self.tokens is not None:
+            self.longest = [self.tokens, self.tokens * hidden.shape[-2]][: len(self.longest)]
+
+    def _load(self, hidden):
+        tokens = hidden.numel() // hidden.shape[-1]
+        return [tokens, tokens * hidden.shape[-2]] if self.is_quadratic else [tokens]
+
+    def _pause(self):
+        """A forward without gradients: its memory is not that of the step."""
+        if self.step is None or self.meter is None:
+            return
+        if self.step.backward:
+            self._finish(self._phase(), *self.meter.read())
+            self.step = None
+        else:
+            self.step.is_disturbed = True
+
+    def _phase(self):
+        return any(p.grad is not None for p in self.trained)
+
+    def _has_grown(self, phase, now):
+        """Whether more memory is allocated than at the start of the last step of this phase."""
+        growth = now - self.phase_start.get(phase, now)
+        return growth > self.plan.cost(1) * _LEAST_GROWTH
+
+    def _finish(self, phase, now, retries, ooms):
+        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after it."""
+        step = self.step
+        if self.plan is not None and self._has_grown(phase, now):
+            self.plan.outdate()
+        if step is None:
+            return
+        if ooms > step.ooms or (retries > step.retries and step.kept and step.phase in self.settled):
+            fewer = step.kept // 2 if ooms > step.ooms else step.kept - 1
+            reason = "ran out of memory" if ooms > step.ooms else "needed memory of the allocator's cache"
+            if step.kept and fewer < self.allowed:
+                self.allowed = fewer
+                self._say(f"a step {reason}: at most {fewer} layers keep their activations from now on")
+            if ooms > step.ooms:
+                return
+        if not step.is_measured or step.is_disturbed or not step.backward:
+            return
+        peak = 0 if self.meter.exact else self.meter.peak(0)
+        if not self.meter.exact and peak < step.after_forward:
+            # Other code has reset the peak during the step. The next one counts anew what layers save.
+            self.probes = {}
+            return
+        if self.plan is None:
+            kinds = [decoder_layers.kind(layer) for layer in self.layers]
+            if not all(kind in self.probes and self.probes[kind].bytes for kind in kinds):
+                # Adapters were added, or a function that was set before the hook ran has called a layer.
+                self.probes = {kind: probe for kind, probe in self.probes.items() if kind in kinds}
+                for probe in self.probes.values():
+                    probe.bytes = 0
+                return
+            costs = [self.probes[kind].bytes for kind in kinds]
+            self.plan = MemoryPlan(costs, step.load, self.meter.exact)
+            self.largest_cost = max(costs)
+            self.probes = {}
+        counted = len(self.layers) * step.inputs + self.largest_cost + self.plan.cost(step.kept)
+        if self.meter.exact:
+            peak = self.meter.peak(counted)
+        self.plan.record(
+            step.phase,
+            step.kept,
+            peak - step.start,
+            step.load,
+            step.forward_bytes,
+            outdated=self._has_grown(phase, now),
+        )
+
+    def _choose(self, step, hidden):
+        """Sets the layers that keep their activations, before the first of them runs."""
+        step.load = [a + b for a, b in zip(step.load, self._load(hidden), strict=True)]
+        step.inputs += hidden.nbytes
+        step.forwards += 1
+        phase, before = step.phase, self.kept.get(step.phase, 0)
+        *load, asked = self.agreement.largest([*step.load, before > self._fitting(step, before)])
+        is_longer = any(a > b for a, b in zip(load, self.longest, strict=True))
+        known = self.longest
+        if is_longer:
+            self.longest = [max(pair) for pair in zip(load, known, strict=True)]
+            self.settled.clear()
+            self.age = 0
+            step.is_measured = step.is_measured or step.forwards == 1
+        kept, has_plan = before, True
+        if is_longer or asked or phase not in self.settled:
+            may_grow = phase not in self.settled and self.age < _MOST_GROWING
+            kept = self._fitting(step, self.allowed if may_grow else before)
+            is_measured = self.plan is not None and self.plan.is_measured(phase, before)
+            kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
+            if is_measured and kept == before and not is_longer:
+                self.settled.add(phase)
+        if kept != before or (self.plan is not None and phase not in self.kept):
+            self.kept[phase] = kept
+            self._report(step, before, is_longer and any(known))
+        if step.forwards == 1:
+            self.age += 1
+            step.kept = kept
+            if step.is_measured:
+                self.meter.start()
+        elif kept != step.kept:
+            step.is_disturbed = True
+        self.switches.turn(kept)
+        # All ranks count at the same time: they must recompute the same layers.
+        if has_plan:
+            self.probes = {}
+        else:
+            self._probe()
+
+    def _fitting(self, step, allowed):
+        """The number of layers that fit, up to ``allowed``."""
+        if self.plan is None:
+            return 0
+        start = step.start if self.sees_gradients else max(self.starts)
+        room = self.meter.limit - start
+        return self.plan.most(step.phase, self.longest, room, min(allowed, self.allowed))
+
+    def _probe(self):
+        """One layer of each kind counts what it saves."""
+        for layer in reversed(self.layers):
+            kind = decoder_layers.kind(layer)
+            if kind not in self.probes:
+                self.probes[kind] = Probe(layer)
+        for probe in self.probes.values():
+            self.switches.use(probe.layer, probe)
+
+    # --- words ----------------------------------------------------------------------------------------------------
+
+    @property
+    def summary(self):
+        """The plan in one line."""
+        count, name = len(self.layers), type(self.layers[0]).__name__
+        if self.plan is None or not self.kept:
+            return f"all {count} {name} recomputed until a step has been measured"
+        phase = False not in self.kept
+        kept = self.kept[phase]
+        text = f"{count - kept} of {count} {name} recomputed"
+        other = self.kept.get(not phase, kept)
+        if other != kept:
+            text += f" ({count - other} where gradients of earlier micro-batches exist)"
+        if kept:
+            average = self.plan.cost(kept, self.plan.ratio(self.longest)) / kept
+            text += f", {kept} keep {_size(average)} each"
+        text += f", at {self.longest[0]} tokens"
+        need = self.plan.need(phase, kept, self.longest)
+        return f"{text}; peak at most {_size(self.last_start[phase] + need)} of {_size(self.meter.limit)}"
+
+    def _report(self, step, before, fell_back):
+        self.last_start[step.phase] = step.start
+        count, kept = len(self.layers), self.kept[step.phase]
+        if fell_back and kept < before:
+            self._say(
+                f"{step.load[0]} tokens are more than in any step before: {count - kept} of {count} layers recomputed "
+                f"instead of {count - before}"
+            )
+        else:
+            self._say(self.summary)
+
+    def _say(self, text):
+        if self.agreement.is_first:
+            print(f"liger: checkpoint: {text}", file=sys.stderr, flush=True)
+
+
+def _size(count):
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 100 else f"{count / 2**20:.2f} MiB"

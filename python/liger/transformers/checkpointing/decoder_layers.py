@@ -1,0 +1,171 @@
+"""The decoder layers of a model, and the switch of each layer between recomputation and kept activations.
+
+The layers of transformers are switched by their own attributes: ``gradient_checkpointing`` is True for every layer, and
+``_gradient_checkpointing_func`` either recomputes the layer or calls it. Thus a layer that keeps its activations gets
+the same arguments as one that is recomputed (transformers removes key-value caches from them). Layers of other models
+get a forward with these two attributes.
+"""
+
+import functools
+import re
+
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..recipe.classes import recipe_of
+
+# Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the attributes before
+# a hook of the layer can set them.
+READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
+
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_MISSING = "missing"
+# Attribute of a layer with the function by which the user recomputes it.
+_RECOMPUTE = "_liger_recompute"
+
+recompute = functools.partial(checkpoint, use_reentrant=False)
+
+
+def keep(function, *args, **kwargs):
+    """Calls the layer without a checkpoint, so autograd saves its activations."""
+    return function(*args, **kwargs)
+
+
+def find(model):
+    """The decoder layers: of all rows of layers, the one with the most parameters. An empty list without any."""
+    layers = _largest_row(model, lambda module: isinstance(module, GradientCheckpointingLayer))
+    return layers or _largest_row(model, _looks_like_a_layer)
+
+
+def _looks_like_a_layer(module):
+    name = type(module).__name__
+    return name.endswith(("Layer", "Block")) and any(True for _ in module.children())
+
+
+def _largest_row(model, is_layer):
+    # Names that differ in numbers alone are a row. Wrappers of layers (FSDP, DDP) change all names alike.
+    rows: dict[str, list] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if is_layer(module) and re.search(r"(^|\.)\d+(\.|$)", name):
+            inside = (*inside, name + ".")
+            rows.setdefault(re.sub(r"\d+", "#", name), []).append(module)
+    return max(rows.values(), key=lambda row: sum(map(_size, row)), default=[])
+
+
+def _size(layer):
+    # ZeRO-3 partitions parameters and stores their number of elements in ds_numel.
+    return sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
+
+
+def kind(layer):
+    """A key that is equal for layers with activations of the same size: classes, patches and shapes of their parts."""
+    parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
+    shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in layer.named_parameters())
+    return parts, shapes
+
+
+class Switches:
+    """Turns checkpointing on in a model, switches its layers, and restores what the model had before.
+
+    What other code has set since stays.
+    """
+
+    def __init__(self, model, layers):
+        self.layers, self._kept = layers, None
+        own = {id(layer) for layer in layers}
+        self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
+        wrapped = {id(layer) for layer in self._wrapped}
+        # By module: the attributes that other code has set, and those that this object has set since.
+        self._before, self._ours = {}, {}
+        for module in model.modules():
+            if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
+                flag, function = True, _checkpointing_of(module)
+                if id(module) not in wrapped and any(id(child) in wrapped for child in module.modules()):
+                    # Older code of models checkpoints the calls of its layers itself, all or none.
+                    flag = False
+                self._set(module, function, flag)
+        # accelerate's hooks and users set a forward of the instance.
+        self._forwards = [vars(layer).get("forward") for layer in self._wrapped]
+        for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
+            layer.forward = functools.partial(_forward, layer, replaced)
+
+    @property
+    def has_wrapped(self):
+        """Whether the layers are none of transformers."""
+        return bool(self._wrapped)
+
+    def turn(self, kept):
+        """The last ``kept`` layers keep their activations, the others are recomputed."""
+        first = len(self.layers) - kept
+        # Other code that turns checkpointing on or off does so for all layers.
+        ends = ((self.layers[0], first == 0), (self.layers[-1], kept > 0))
+        if kept == self._kept and all(_is_set(*end) for end in ends):
+            return
+        self._kept = kept
+        for number, layer in enumerate(self.layers):
+            self._set(layer, keep if number >= first else _checkpointing_of(layer))
+
+    def use(self, layer, function):
+        """Sets the function that calls a layer, until the next :meth:`turn`."""
+        self._kept = None
+        _checkpointing_of(layer)
+        self._set(layer, function)
+
+    def _set(self, module, function, flag=True):
+        self._note(module)
+        # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
+        vars(module)[FLAG], vars(module)[FUNCTION] = self._ours[module] = flag, function
+
+    def _note(self, module):
+        """Records the attributes of a module if other code has set them."""
+        found = tuple(vars(module).get(name, _MISSING) for name in (FLAG, FUNCTION))
+        if any(a is not b for a, b in zip(found, self._ours.get(module, (None, None)), strict=True)):
+            self._before[module] = found
+
+    def restore(self):
+        """Sets the attributes that other code set last."""
+        for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
+            vars(layer).pop("forward", None)
+            if replaced is not None:
+                layer.forward = replaced
+        for module in self._ours:
+            self._note(module)
+        for module, before in self._before.items():
+            vars(module).pop(_RECOMPUTE, None)
+            for name, value in zip((FLAG, FUNCTION), before, strict=True):
+                if isinstance(value, str):
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value
+
+
+def _checkpointing_of(module):
+    """The function by which the module is recomputed: that of the user, of the Trainer for example, or torch's."""
+    found = vars(module).get(FUNCTION)
+    # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
+    if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_probe", False):
+        found = vars(module).get(_RECOMPUTE, recompute)
+    elif found is not recompute:
+        vars(module)[_RECOMPUTE] = found
+    return found
+
+
+def _hides_steps(function):
+    """Whether hooks of a layer run without gradients in this function, as in a forward that is no step."""
+    return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
+
+
+def _is_set(layer, keeps):
+    return vars(layer).get(FLAG) is True and (vars(layer).get(FUNCTION) is keep) == keeps
+
+
+def _forward(layer, replaced, *args, **kwargs):
+    """The forward of a layer that is none of transformers, around that of its class or instance (``replaced``)."""
+    forward = functools.partial(type(layer).forward, layer) if replaced is None else replaced
+    original = functools.partial(forward, **kwargs)
+    if layer.training and vars(layer)[FLAG]:
+        return vars(layer)[FUNCTION](original, *args)
+    return original(*args)

@@ -1,0 +1,1 @@
+"""The lm_head that computes the loss: plain, with LoRA adapters, sharded."""

@@ -1,0 +1,1 @@
+"""Gated MLPs, activations and experts."""

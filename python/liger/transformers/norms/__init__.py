@@ -1,0 +1,1 @@
+"""Norms, gated norms, and norms fused with the residual addition before them."""

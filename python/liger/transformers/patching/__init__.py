@@ -1,0 +1,1 @@
+"""``patch``, ``unpatch``, their options and report."""

@@ -1,1 +1,0 @@
-"""Every model type of the installed transformers, tiny and random, patched and not: ``liger models``."""

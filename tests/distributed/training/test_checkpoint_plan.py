@@ -1,0 +1,117 @@
+"""liger.transformers.checkpoint on several ranks: one plan for all, and the gradients of the model without it."""
+
+import pytest
+import ranks
+import tiny_models
+import torch
+from planned_llama import LAYERS, MOST
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import liger
+import liger.transformers as lt
+from liger.transformers.checkpointing.checkpoint import planners
+
+PLENTY = 10**12
+
+
+def make(**settings):
+    settings = {"num_hidden_layers": LAYERS, "attn_implementation": "sdpa", **settings}
+    return liger.patch(tiny_models.make("llama", ranks.DEVICE, **settings))
+
+
+def step(model, tokens=11):
+    """Gradients of a step; each rank has tokens of its own."""
+    given = tiny_models.batch(ranks.DEVICE, rows=2, tokens=tokens)
+    given["input_ids"] = (given["input_ids"] + ranks.RANK) % tiny_models.VOCAB
+    model.zero_grad()
+    model(**given).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def kept(model):
+    (planner,) = planners(model)
+    return planner.step.kept
+
+
+def counts_of_ranks(model):
+    counts = [None] * ranks.WORLD
+    torch.distributed.all_gather_object(counts, (kept(model), planners(model)[0].longest))
+    return counts
+
+
+def sharded(model):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=ranks.mesh())
+    return fully_shard(model, mesh=ranks.mesh())
+
+
+WRAPPERS = {"none": lambda model: model, "ddp": DistributedDataParallel, "fsdp2": sharded}
+
+
+@pytest.mark.parametrize("order", ["planner first", "planner last"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_same_gradients(wrapper, order):
+    theirs, ours = WRAPPERS[wrapper](make()), make()
+    if order == "planner first":
+        lt.checkpoint(ours, PLENTY)
+    ours = WRAPPERS[wrapper](ours)
+    if order == "planner last":
+        lt.checkpoint(ours, PLENTY)
+    expected, seen = step(theirs), []
+    for allowed in (LAYERS, 0, 2, LAYERS):
+        (planner,) = planners(ours)
+        planner.allowed = allowed
+        planner.settled.clear()
+        grads = step(ours)
+        seen.append(kept(ours))
+        assert grads.keys() == expected.keys() and grads
+        for name, grad in expected.items():
+            assert torch.equal(ranks.whole(grads[name]), ranks.whole(grad)), name
+    # On a GPU the first step that keeps anything keeps one layer, and measures its memory.
+    assert seen == [0, 0, 1 if ranks.ON_GPU else 2, LAYERS]
+
+
+def room_for(layers):
+    """Bytes in which a step of 22 tokens has room for some layers. Of the tests on the CPU."""
+    model = lt.checkpoint(make(), PLENTY)
+    step(model), step(model)
+    (planner,) = planners(model)
+    need = planner.plan.need(False, 0, planner.longest) + planner.plan.cost(layers)
+    return planner.last_start[False] + need
+
+
+needs_counts = pytest.mark.skipif(ranks.ON_GPU, reason="on a GPU the memory is measured, not counted")
+
+
+@needs_counts
+def test_the_rank_with_the_least_memory_decides():
+    model = lt.checkpoint(make(), room_for(3 if ranks.RANK else 1))
+    for _ in range(3):
+        step(model)
+    assert kept(model) == 1 and planners(model)[0].settled == {False}
+
+
+@needs_counts
+def test_a_longer_step_of_one_rank_shrinks_the_plan_of_all(capsys):
+    model = lt.checkpoint(make(), room_for(LAYERS))
+    for _ in range(3):
+        step(model)
+    assert kept(model) == MOST
+    for tokens in (12, 40):
+        step(model, tokens if ranks.RANK == 1 else 11)
+        counts = counts_of_ranks(model)
+        assert counts[0] == counts[1] and counts[0][0] < MOST and counts[0][1] == [2 * tokens]
+    assert kept(model) == 0
+    # One rank prints.
+    assert ("are more than in any step before" in capsys.readouterr().err) == (ranks.RANK == 0)
+
+
+def test_a_group_of_one_rank(capsys):
+    groups = [torch.distributed.new_group([rank]) for rank in range(ranks.WORLD)]
+    model = make()
+    lt.checkpoint(model, PLENTY, group=groups[ranks.RANK])
+    # The other rank runs another number of steps. On a GPU the second one keeps one layer.
+    for _ in range(3 + 3 * ranks.RANK):
+        step(model)
+    assert kept(model) == MOST, capsys.readouterr().err

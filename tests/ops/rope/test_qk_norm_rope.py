@@ -1,0 +1,323 @@
+"""qk_norm_rope against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, far_apart, forward_backward, strided_like
+from errors import error_about
+
+import liger
+from liger._core.runtime.environment import triton_interpreted
+
+MODES = ["llama", "gemma", "none"]
+# (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle lanes
+# (head_dim 96), an odd number of copied vectors (of 40 elements in float32), a head of a warp (512 of a half type, more
+# than that in float32); odd sizes, without 16-byte vectors; more heads than the persistent blocks of the backward have
+# at a time.
+SHAPES = [
+    (2, 4, 2, 5, 64, 64),
+    (2, 5, 1, 7, 128, 128),
+    (1, 3, 3, 4, 128, 32),
+    (2, 2, 1, 3, 96, 96),
+    (1, 2, 2, 3, 72, 32),
+    (1, 3, 2, 2, 512, 512),
+    (2, 3, 1, 4, 36, 20),
+    (1, 2, 1, 3, 7, 6),
+    (1, 2, 2, 3, 5, 0),
+    (1, 1, 2, 3, 640, 640),
+    (1, 8, 2, 40 if triton_interpreted() else 600, 64, 64),
+]
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def reference(q, k, q_weight, k_weight, cos, sin, eps, offset, mode, interleaved=False):
+    """The norm with the casts of transformers; the rotation in float32 of the rounded heads, rounded once."""
+    turn, rotary = (rotate_pairs if interleaved else rotate_half), cos.shape[-1]
+
+    def apply(x, weight):
+        wide = x.float() if x.dtype != torch.float64 else x
+        eager = x if mode == "none" else wide
+        y = eager * torch.rsqrt(eager.pow(2).mean(-1, keepdim=True) + eps)
+        if mode == "llama":
+            y = y.to(x.dtype)
+        if weight is not None:
+            y = y * (weight.to(y.dtype) + offset)
+        y = y.to(x.dtype).to(wide.dtype)
+        c, s = cos.to(wide.dtype).unsqueeze(-3), sin.to(wide.dtype).unsqueeze(-3)
+        turned = y[..., :rotary] * c + turn(y[..., :rotary]) * s
+        return torch.cat((turned, y[..., rotary:]), -1).to(x.dtype)
+
+    return apply(q, q_weight), apply(k, k_weight)
+
+
+def random(device, dtype, *shape):
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def tables(device, dtype, *shape):
+    angle = torch.rand(shape, dtype=torch.float64) * 7
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def inputs_of(device, dtype, batch, q_heads, k_heads, tokens, dim):
+    """q and k as views of (batch, tokens, heads, head_dim), and the weights."""
+    q, k = (random(device, dtype, batch, tokens, heads, dim).transpose(1, 2) for heads in (q_heads, k_heads))
+    return [q, k, random(device, dtype, dim), random(device, dtype, dim)]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_qk_norm_rope(device, shape, dtype, mode, interleaved):
+    *sizes, rotary = shape
+    table = tables(device, dtype, sizes[0], sizes[3], rotary)
+    options = 1e-5, 1.0 if mode == "gemma" else 0.0, mode
+    check_op(
+        lambda *t: liger.qk_norm_rope(*t, *table, *options, interleaved=interleaved),
+        lambda *t: reference(*t, *table, *options, interleaved),
+        inputs_of(device, dtype, *sizes),
+    )
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 48), (1, 6, 48), (3, 6, 48)], ids=str)
+def test_tables(device, shape, table_dtype):
+    """All shapes and dtypes of the tables."""
+    cos, sin = (t.to(table_dtype) for t in tables(device, torch.float32, *shape))
+    check_op(
+        lambda *t: liger.qk_norm_rope(*t, cos, sin),
+        lambda *t: reference(*t, cos, sin, 1e-6, 0.0, "llama"),
+        inputs_of(device, torch.float32, 3, 4, 2, 6, 64),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_is_the_norm_then_the_rotation(device, dtype, mode):
+    """The same values as with two ops, up to the order of a sum."""
+    q, k, *weights = inputs_of(device, dtype, 2, 4, 2, 9, 128)
+    table = tables(device, dtype, 9, 128)
+    fused = liger.qk_norm_rope(q, k, *weights, *table, 1e-6, 0.0, mode)
+    normed = [liger.rms_norm(x, w, 1e-6, 0.0, mode) for x, w in zip((q, k), weights, strict=True)]
+    for got, want in zip(fused, liger.rope(*normed, *table), strict=True):
+        torch.testing.assert_close(got, want)
+        if dtype != torch.float32:
+            # A root that differs in its last bit moves a few results over a rounding boundary.
+            assert (got == want).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_weights(device, dtype):
+    q, k, _, weight = inputs_of(device, dtype, 2, 4, 2, 5, 64)
+    table = tables(device, dtype, 5, 64)
+    for weights in ((None, None), (None, weight), (weight, None)):
+        check_op(
+            lambda q, k, *w, weights=weights: liger.qk_norm_rope(q, k, *filled(weights, w), *table),
+            lambda q, k, *w, weights=weights: reference(
+                q, k, *filled(weights, w), *table, 1e-6, 0.0, "llama"
+            ),
+            [q, k, *(w for w in weights if w is not None)],
+        )
+
+
+def filled(pattern, given):
+    given = iter(given)
+    return [None if p is None else next(given) for p in pattern]
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [128, 30])
+def test_float32_weights_with_low_precision_heads(device, dtype, dim):
+    q, k, *_ = inputs_of(device, dtype, 2, 4, 2, 5, dim)
+    weights = [random(device, torch.float32, dim) for _ in range(2)]
+    table = tables(device, torch.float32, 5, dim)
+    check_op(
+        lambda *t: liger.qk_norm_rope(*t, *table),
+        lambda *t: reference(*t, *table, 1e-6, 0.0, "llama"),
+        [q, k, *weights],
+    )
+    _, grads = forward_backward(lambda *t: liger.qk_norm_rope(*t, *table), [q, k, *weights])
+    assert [g.dtype for g in grads] == [dtype, dtype, torch.float32, torch.float32]
+
+
+def test_unsqueeze_dim_2(device):
+    q, k, *weights = inputs_of(device, torch.float32, 2, 4, 2, 5, 32)
+    table = tables(device, torch.float32, 2, 5, 16)
+    heads_first, _ = forward_backward(lambda *t: liger.qk_norm_rope(*t, *table), [q, k, *weights])
+    upstream = [torch.randn_like(x) for x in heads_first]
+    _, want = forward_backward(lambda *t: liger.qk_norm_rope(*t, *table), [q, k, *weights], upstream)
+    outputs, got = forward_backward(
+        lambda q, k, *w: liger.qk_norm_rope(q, k, *w, *table, unsqueeze_dim=2),
+        [q.transpose(1, 2), k.transpose(1, 2), *weights],
+        [g.transpose(1, 2) for g in upstream],
+    )
+    for a, b in zip(outputs, heads_first, strict=True):
+        assert torch.equal(a.transpose(1, 2), b)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a.transpose(1, 2) if i < 2 else a, b)
+    with pytest.raises(ValueError, match="qk_norm_rope: unsqueeze_dim is 3, expected 1 or 2"):
+        liger.qk_norm_rope(q, k, *weights, *table, unsqueeze_dim=3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [strided_like, torch.Tensor.contiguous, lambda t: t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)],
+    ids=["every second element", "contiguous", "transposed"],
+)
+@pytest.mark.parametrize("dim", [64, 34])
+def test_strides(device, make, dim):
+    inputs = inputs_of(device, torch.float32, 3, 4, 2, 5, dim)
+    table = tables(device, torch.float32, 5, dim)
+    run = lambda *t: liger.qk_norm_rope(*t, *table)  # noqa: E731
+    outputs, _ = forward_backward(run, inputs)
+    upstream = [torch.randn_like(x) for x in outputs]
+    results = []
+    for transform in (lambda t: t, make):
+        q, k = (transform(t).detach().requires_grad_() for t in inputs[:2])
+        weights = [t.clone().requires_grad_() for t in inputs[2:]]
+        outs = run(q, k, *weights)
+        results.append(
+            [*outs, *torch.autograd.grad(outs, [q, k, *weights], [transform(g) for g in upstream])]
+        )
+    for plain, strided in zip(*results, strict=True):
+        torch.testing.assert_close(strided, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape"),
+    [
+        ((2, 0, 3, 8), (2, 2, 3, 8)),
+        ((0, 2, 3, 8), (0, 1, 3, 8)),
+        ((2, 2, 0, 8), (2, 1, 0, 8)),
+        ((1, 2, 3, 0), (1, 1, 3, 0)),
+    ],
+    ids=str,
+)
+def test_empty(device, q_shape, k_shape):
+    dim, tokens = q_shape[3], q_shape[2]
+    q, k, w, v = (
+        torch.randn(s, device=device, requires_grad=True) for s in (q_shape, k_shape, (dim,), (dim,))
+    )
+    outputs = liger.qk_norm_rope(q, k, w, v, *tables(device, torch.float32, tokens, dim))
+    assert [o.shape for o in outputs] == [q.shape, k.shape]
+    sum(o.square().sum() for o in outputs).backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+    assert torch.equal(w.grad, torch.zeros_like(w))
+    assert (v.grad != 0).all() == (k.numel() > 0) or dim == 0
+
+
+@pytest.mark.parametrize("wanted", [{0}, {1}, {2}, {3}, {0, 3}, {1, 2}], ids=str)
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_frozen_and_unused_parts(device, wanted, used):
+    inputs = inputs_of(device, torch.float32, 2, 4, 2, 5, 64)
+    table = tables(device, torch.float32, 5, 64)
+
+    def grads(wanted):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+        outputs = liger.qk_norm_rope(*leaves, *table)
+        parts = [outputs[i].square().sum() for i in used if outputs[i].requires_grad]
+        if parts:
+            sum(parts).backward()
+        return [leaf.grad for leaf in leaves]
+
+    for i, (grad, full) in enumerate(zip(grads(wanted), grads({0, 1, 2, 3}), strict=True)):
+        assert (grad is not None) == (i in wanted and i % 2 in used)
+        assert grad is None or torch.equal(grad, full)
+
+
+def test_same_bits_twice_and_inputs_untouched(device):
+    leaves = [t.requires_grad_() for t in inputs_of(device, torch.float32, 2, 6, 2, 70, 128)]
+    table = tables(device, torch.float32, 70, 128)
+    before, versions = [t.detach().clone() for t in leaves], [t._version for t in leaves]
+    outputs = liger.qk_norm_rope(*leaves, *table)
+    upstream = [torch.randn_like(o) for o in outputs]
+    first = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(outputs, leaves, upstream), strict=True):
+        assert torch.equal(a, b)
+    assert all(map(torch.equal, leaves, before)) and [t._version for t in leaves] == versions
+
+
+@pytest.mark.parametrize("rotary", [4, 2])
+def test_heads_that_span_more_than_32_bits(device, rotary):
+    dtype = torch.float16
+    q, k = random(device, dtype, 1, 2, 1, 4), random(device, dtype, 1, 2, 1, 4)
+    weights = random(device, dtype, 4), random(device, dtype, 4)
+    cos, sin = tables(device, dtype, 1, rotary)
+    expected = liger.qk_norm_rope(q, k, *weights, cos, sin)
+    for result, other in zip(liger.qk_norm_rope(far_apart(q), k, *weights, cos, sin), expected, strict=True):
+        assert torch.equal(result, other)
+
+
+def test_saves_no_intermediate(device):
+    kept = []
+    leaves = [t.requires_grad_() for t in inputs_of(device, torch.float32, 1, 2, 1, 3, 16)]
+    table = tables(device, torch.float32, 3, 16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        liger.qk_norm_rope(*leaves, *table)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (*leaves, *table)}
+
+
+def test_gradients_in_float64(float64_device):
+    inputs = [t.double().requires_grad_() for t in inputs_of(float64_device, torch.float32, 1, 2, 1, 3, 10)]
+    table = tables(float64_device, torch.float64, 3, 6)
+    for options in ((1e-3, 0.0, "llama", 1, False), (1e-3, 1.0, "gemma", 1, True)):
+        torch.autograd.gradcheck(lambda *t, options=options: liger.qk_norm_rope(*t, *table, *options), inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q_weight": (7,)}, "q_weight has shape (7,), expected (8,), the head_dim of q"),
+        ({"k_weight": (4, 2)}, "k_weight has shape (4, 2), expected (8,), the head_dim of k"),
+        ({"q": (4, 8)}, "q has shape (4, 8), expected (batch, heads, tokens, head_dim)"),
+        (
+            {"k": (2, 1, 4, 8)},
+            "k has shape (2, 1, 4, 8), expected the batch, tokens and head_dim of q, (2, 2, 3, 8)",
+        ),
+        ({"sin": (3, 4)}, "sin has shape (3, 4), expected that of cos, (3, 8)"),
+        (
+            {"cos": (3, 12), "sin": (3, 12)},
+            "cos has a rotary_dim of 12, expected an even number of at most head_dim, 8",
+        ),
+        ({"casting_mode": "qwen"}, "casting_mode is 'qwen', expected 'llama', 'gemma' or 'none'"),
+        ({"eps": -1.0}, "eps is -1, expected a finite value of at least 0"),
+    ],
+    ids=str,
+)
+def test_bad_input(device, change, words):
+    given = {
+        "q": (2, 2, 3, 8),
+        "k": (2, 1, 3, 8),
+        "q_weight": (8,),
+        "k_weight": (8,),
+        "cos": (3, 8),
+        "sin": (3, 8),
+    }
+    given = {
+        k: torch.randn(v, device=device) if isinstance(v, tuple) else v for k, v in (given | change).items()
+    }
+    with pytest.raises(error_about(words), match="qk_norm_rope: ") as caught:
+        liger.qk_norm_rope(**given)
+    assert words in str(caught.value)
+
+
+def test_bad_dtypes_and_tables_that_require_grad(device):
+    q, k, *weights = inputs_of(device, torch.float16, 1, 2, 1, 3, 8)
+    cos, sin = tables(device, torch.float32, 3, 8)
+    with pytest.raises(
+        RuntimeError, match="k_weight has dtype bfloat16, expected that of k, float16, or float32"
+    ):
+        liger.qk_norm_rope(q, k, weights[0], weights[1].bfloat16(), cos, sin)
+    with pytest.raises(RuntimeError, match="k has dtype float32, expected that of q, float16"):
+        liger.qk_norm_rope(q, k.float(), *weights, cos, sin)
+    with pytest.raises(RuntimeError, match="qk_norm_rope: cos or sin requires grad"):
+        liger.qk_norm_rope(q, k, *weights, cos.requires_grad_(), sin)

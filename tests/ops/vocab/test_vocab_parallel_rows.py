@@ -1,0 +1,263 @@
+"""Rows of the ops over a sharded vocabulary: ignored rows cost no GEMM, and the tokens may have any layout."""
+
+import contextlib
+import itertools
+from functools import partial
+
+import in_shards
+import pytest
+import torch
+from cross_entropy_reference import leaves, random_layer
+from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import liger
+from liger._core.runtime.environment import triton_interpreted
+from liger.distributed.vocab import cross_entropy
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_gloo,
+    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
+]
+
+
+# --- ignored rows of the loss -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_rows():
+    """A list to which the rows of every product are appended: of the logits, and of the gradients of a chunk."""
+    rows, write, add = [], cross_entropy.write_linear, cross_entropy.Gradients.add
+
+    def counting_write(x, *arguments):
+        rows.append(len(x))
+        write(x, *arguments)
+
+    def counting_add(self, at, dlogits, x):
+        rows.append(len(dlogits))
+        assert len(x) == len(dlogits)
+        add(self, at, dlogits, x)
+
+    cross_entropy.write_linear, cross_entropy.Gradients.add = counting_write, counting_add
+    try:
+        yield rows
+    finally:
+        cross_entropy.write_linear, cross_entropy.Gradients.add = write, add
+
+
+PATTERNS = {
+    "a prompt": lambda target: torch.arange(len(target)) >= 30,
+    "every third": lambda target: torch.arange(len(target)) % 3 != 0,
+    "all but one": lambda target: torch.arange(len(target)) == 17,
+    "all": lambda target: torch.zeros_like(target, dtype=torch.bool),
+}
+
+
+def _ignored_rows_are_free(rank, world):
+    """No product has a row of theirs, results and gradients are those of the other rows, and hidden states and token
+    weights of theirs may be anything."""
+    x, weight, bias, target = random_layer(40, 8, 34, "cpu")
+    target[:] = torch.arange(40) % 34
+    token_weight = torch.rand(40) + 0.5
+    shared = {
+        "vocab_size": 34,
+        "label_smoothing": 0.1,
+        "lse_square_scale": 1e-2,
+        "softcap": 3.0,
+        "memory_budget": 4 * 17 * 4,
+        "metrics": ("z_loss", "logprobs"),
+    }
+    for (name, valid_of), reduction in itertools.product(PATTERNS.items(), ("sum", "none")):
+        kept = valid_of(target)
+        labels = torch.where(kept, target, -100)
+        hidden = x.masked_fill(~kept.unsqueeze(1), torch.nan)
+        mine, alone = (
+            [leaves(t)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+            for t in (hidden, x[kept])
+        )
+        options = {**shared, "reduction": reduction}
+        given = token_weight.masked_fill(~kept, torch.nan)
+        with counted_rows() as rows:
+            found = in_shards.fused_linear_ce(*mine[:2], labels, mine[2], token_weight=given, **options)
+            found.loss.sum().backward()
+        # With "none" the backward computes the logits of the forward again.
+        times = 2 if reduction == "sum" else 3
+        assert sum(rows) == times * kept.sum() and (kept.sum() < 4 or len(rows) > times), (name, rows)
+        one = in_shards.fused_linear_ce(
+            *alone[:2], target[kept], alone[2], token_weight=token_weight[kept], **options
+        )
+        one.loss.sum().backward()
+        if reduction == "none":
+            for values, others in ((found.loss, one.loss), (found.z_loss, one.z_loss)):
+                assert not values[~kept].any()
+                torch.testing.assert_close(values[kept], others)
+        else:
+            torch.testing.assert_close(found.loss, one.loss)
+            torch.testing.assert_close(found.z_loss, one.z_loss)
+        assert not found.logprobs[~kept].any() and not mine[0].grad[~kept].any()
+        torch.testing.assert_close(found.logprobs[kept], one.logprobs)
+        torch.testing.assert_close(mine[0].grad[kept], alone[0].grad)
+        assert_same_bits(mine[0].grad, name)
+        for ours, other in zip(mine[1:], alone[1:], strict=True):
+            assert ours.grad.any() == kept.any()
+            torch.testing.assert_close(ours.grad, other.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ignored_rows_of_a_loss_are_free(world, tmp_path):
+    on_processes(tmp_path, _ignored_rows_are_free, world)
+
+
+def _half_precision(rank, world):
+    """As exact as the rows alone: one rounding of each gradient."""
+    for dtype, trained in itertools.product((torch.bfloat16, torch.float16), ((1, 1), (1, 0), (0, 1))):
+        x, weight, _, target = random_layer(50, 16, 34, "cpu", dtype)
+        target[::3] = -100
+        kept = target != -100
+        results = []
+        for hidden, labels in ((x, target), (x[kept], target[kept])):
+            mine = [leaves(hidden)[0], part_of(weight, rank, world)]
+            for tensor, needed in zip(mine, trained, strict=True):
+                tensor.requires_grad_(bool(needed))
+            loss = in_shards.fused_linear_ce(*mine, labels, vocab_size=34, memory_budget=400)
+            loss.backward()
+            results.append([loss, *(t.grad for t in mine)])
+        (loss, grad, grad_weight), (expected, wanted, wanted_weight) = results
+        torch.testing.assert_close(loss, expected)
+        if trained[0]:
+            assert not grad[~kept].any()
+            torch.testing.assert_close(grad[kept], wanted)
+        if trained[1]:
+            torch.testing.assert_close(grad_weight, wanted_weight)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ignored_rows_in_half_precision(world, tmp_path):
+    on_processes(tmp_path, _half_precision, world)
+
+
+# --- layouts of the tokens --------------------------------------------------------------------------------------------
+
+BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 35
+# Name -> (order in memory, sharded dimension or None, whether it is passed as a view (b, s, h)).
+LAYOUTS = {
+    "tokens": ("rows", None, False),
+    "sharded tokens": ("rows", 0, False),
+    "sharded batch of (b, s, h)": ("bsh", 0, False),
+    "sharded sequence of (b, s, h)": ("bsh", 1, False),
+    "(s, b, h)": ("sbh", None, False),
+    "sharded sequence of (s, b, h)": ("sbh", 0, False),
+    "(s, b, h) as a view (b, s, h)": ("sbh", None, True),
+    "sharded sequence of (s, b, h) as a view (b, s, h)": ("sbh", 0, True),
+}
+
+
+def _in_memory(tensor, order):
+    """(b, s, ...) as a new tensor in another order."""
+    if order == "sbh":
+        tensor = tensor.transpose(0, 1)
+    return (tensor.flatten(0, 1) if order == "rows" else tensor).clone(memory_format=torch.contiguous_format)
+
+
+def _of_memory(tensor, order):
+    """Inverse of :func:`_in_memory`."""
+    if order == "rows":
+        return tensor.unflatten(0, (BATCH, LENGTH))
+    return tensor.transpose(0, 1) if order == "sbh" else tensor
+
+
+def _loss(reduction, options, call, hidden, weight, target, bias, **more):
+    given = {"label_smoothing": 0.1, "softcap": 4.0, "reduction": reduction, "metrics": ("logprobs",)}
+    found = call(hidden, weight, target, bias, **given, **options, **more)
+    per_row = {"logprobs": found.logprobs} | ({"loss": found.loss} if reduction == "none" else {})
+    return found.loss.square().sum(), per_row
+
+
+def _policy(temperature, softcap, options, call, hidden, weight, target, bias, **more):
+    found = call(
+        hidden, weight, target, bias, temperature=temperature, softcap=softcap, metrics=("entropy", "argmax"),
+        **options, **more,
+    )  # fmt: skip
+    results = {name: value for name, value in found._asdict().items() if value is not None}
+    return found.logprobs.sum() - 0.3 * found.entropy.square().sum(), results
+
+
+CE = liger.fused_linear_ce, in_shards.fused_linear_ce
+LOGPROBS = liger.fused_linear_logprobs, in_shards.fused_linear_logprobs
+FLOAT32 = {"logits_dtype": torch.float32}
+WORK = {
+    **{f"loss, {r}": (CE, partial(_loss, r, {})) for r in ("mean", "sum", "none")},
+    **{
+        f"log-probabilities, temperature {t}, softcap {s}": (LOGPROBS, partial(_policy, t, s, {}))
+        for t, s in itertools.product((1.0, 0.7), (None, 3.0))
+    },
+    "log-probabilities, float32 logits": (LOGPROBS, partial(_policy, 0.7, 3.0, FLOAT32)),
+}
+
+
+def _ignored(target):
+    """No row; some; those that the first process has of every sharded layout."""
+    yield "no row", target
+    some = target.clone()
+    some[0, :2] = some[1, 5] = some[2] = -100
+    yield "some rows", some
+    first = target.clone()
+    first[:2], first[:, :4] = -100, -100
+    yield "the rows of a process", first
+
+
+def _check(layout, work, dtype, whole, target, mesh, budget):
+    """Results and gradients are those of the op of one process on (b, s, h)."""
+    (one, parallel), run = WORK[work]
+    order, dim, as_view = LAYOUTS[layout]
+    full = leaves(*whole)
+    expected_loss, expected = run(one, *full[:2], target, full[2])
+    expected_loss.backward()
+    parts = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in whole[1:]]
+    hidden, labels = _in_memory(whole[0], order), _in_memory(target, order)
+    leaf = hidden if dim is None else distribute_tensor(hidden, mesh, [Shard(dim)])
+    given = leaf.requires_grad_()
+    if as_view:
+        given, labels = given.transpose(0, 1), target
+    loss, found = run(parallel, given, parts[0], labels, parts[1], memory_budget=budget)
+    loss.backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    what = f"{layout}, {work}, {dtype}"
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert not isinstance(value, DTensor) and value.shape == labels.shape, f"{what}: {name}"
+        actual = value if as_view else _of_memory(value, order)
+        if name == "argmax":
+            assert torch.equal(actual, expected[name]) or dtype != torch.float32, what
+        else:
+            torch.testing.assert_close(actual, expected[name], rtol=tolerance, atol=tolerance)
+    # Up to 2.11 torch replicates the gradient of a transposed DTensor with shards of different sizes.
+    if dim is not None and not (as_view and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)):
+        assert leaf.grad.placements == (Shard(dim),), what
+    grad = leaf.grad.full_tensor() if dim is not None else leaf.grad
+    grads = [_of_memory(grad, order), *(p.grad.full_tensor() for p in parts)]
+    for name, actual, wanted in zip(("hidden", "weight", "bias"), grads, full, strict=True):
+        error = (actual.float() - wanted.grad.float()).norm() / wanted.grad.float().norm()
+        assert error <= tolerance, f"{what}: gradient of {name}, error {error:.3g}"
+    ignored = target == -100
+    assert not grads[0][ignored].any(), what
+    assert_same_bits(grads[0], what)
+
+
+def _layouts(works, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias, target = random_layer(BATCH * LENGTH, HIDDEN, VOCAB, "cpu", dtype)
+        target = target.clamp(min=0).view(BATCH, LENGTH)
+        whole = x.view(BATCH, LENGTH, HIDDEN), weight, bias
+        for (_, labels), layout, work in itertools.product(_ignored(target), LAYOUTS, works):
+            budget = 5 * -(-VOCAB // world) * dtype.itemsize
+            _check(layout, work, dtype, whole, labels, mesh, budget)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_layouts(work, tmp_path):
+    """Sequences of 7 tokens on two processes: shards of different sizes; several chunks."""
+    on_processes(tmp_path, partial(_layouts, [work]))

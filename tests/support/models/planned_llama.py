@@ -1,0 +1,41 @@
+"""A tiny Llama whose layers liger.transformers.checkpoint keeps or recomputes, and what a test asks of it."""
+
+import tiny_models
+
+import liger.transformers as lt
+from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing.checkpoint import planners
+
+LAYERS = 4
+# Where transformers checkpoints the call of a layer, the first one is always recomputed.
+FEWEST = int(decoder_layers.READS_BEFORE_HOOKS)
+MOST = LAYERS - FEWEST
+PLENTY = 10**9
+
+
+def llama(**settings):
+    return tiny_models.make("llama", num_hidden_layers=LAYERS, **settings)
+
+
+def kept(model):
+    """Whether each layer keeps its activations."""
+    (planner,) = planners(model)
+    return [vars(layer)["_gradient_checkpointing_func"] is decoder_layers.keep for layer in planner.layers]
+
+
+def calls_of_layers(model):
+    """A list that gets the number of a layer each time its attention runs."""
+    (planner,) = planners(model)
+    calls = []
+    for number, layer in enumerate(planner.layers):
+        layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
+    return calls
+
+
+def measured(**settings):
+    """(bytes of a step with full checkpointing, bytes of a layer), for 22 tokens of a tiny Llama."""
+    model = lt.checkpoint(llama(**settings), PLENTY)
+    for _ in range(2):
+        tiny_models.step(model, **tiny_models.batch())
+    (planner,) = planners(model)
+    return planner.last_start[False] + planner.plan.need(False, 0, planner.longest), planner.plan.cost(1)

@@ -1,0 +1,374 @@
+"""liger.transformers.checkpoint on the CPU: equal gradients, other packages, copies, its end, bad arguments."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import tiny_models
+from combinations import inputs_of, lora, seeded_step, tiny
+from planned_llama import FEWEST, LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured
+from trainer_runs import train
+
+import liger
+import liger.transformers as lt
+from liger.transformers.checkpointing import decoder_layers, methods
+from liger.transformers.checkpointing.checkpoint import planners
+
+
+def assert_bits(ours, theirs):
+    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
+    assert ours[1].keys() == theirs[1].keys()
+    for name, expected in theirs[1].items():
+        assert torch.equal(ours[1][name], expected), name
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gemma3"])
+def test_same_bits(model_type, options):
+    """The step that counts, then one with half of the layers recomputed, then one with none."""
+    # The types with a list of layer types have two layers.
+    settings = {"num_hidden_layers": LAYERS} if model_type in ("llama", "mixtral", "qwen3_moe") else {}
+    models = [tiny(model_type, attention_dropout=0.2, **settings) for _ in range(2)]
+    if options is not None:
+        [liger.patch(model, **options) for model in models]
+    given = inputs_of(model_type)
+    expected = seeded_step(models[1], given)
+    lt.checkpoint(models[0], PLENTY)
+    seen = []
+    for allowed in (0, 0, len(planners(models[0])[0].layers) // 2, PLENTY):
+        (planner,) = planners(models[0])
+        planner.allowed = min(allowed, len(planner.layers) - FEWEST)
+        planner.settled.clear()
+        assert_bits(seeded_step(models[0], given), expected)
+        seen.append(sum(kept(models[0])))
+    assert seen == [0, 0, len(planner.layers) // 2, len(planner.layers) - FEWEST]
+
+
+@pytest.mark.parametrize("order", ["adapters first", "adapters last"])
+def test_lora(order):
+    models = [liger.patch(tiny("llama", num_hidden_layers=LAYERS)) for _ in range(2)]
+    if order == "adapters last":
+        lt.checkpoint(models[0], PLENTY)
+    models = [lora(m, "q_proj", "down_proj", init_lora_weights=False, lora_dropout=0.2) for m in models]
+    if order == "adapters first":
+        lt.checkpoint(models[0], PLENTY)
+    given = inputs_of("llama")
+    for _ in range(3):
+        assert_bits(*(seeded_step(model, given) for model in models))
+    assert sum(kept(models[0])) == MOST
+
+
+def test_accumulation_and_evaluation():
+    """Micro-batches with gradients of earlier ones, and forwards without gradients between the steps."""
+    models = [llama(), llama()]
+    lt.checkpoint(models[0], PLENTY)
+    for _ in range(3):
+        results = []
+        for model in models:
+            model.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(**tiny_models.batch())
+            model.train()
+            for tokens in (11, 8, 11):
+                loss = model(**tiny_models.batch(tokens=tokens)).loss
+                loss.backward()
+            results.append(({"loss": loss}, {n: p.grad for n, p in model.named_parameters()}))
+        assert_bits(*results)
+    (planner,) = planners(models[0])
+    assert planner.kept == {False: MOST, True: MOST}
+
+
+def test_forwards_without_a_backward():
+    """Those whose result is gone do not count: after an error, or where the loss alone is asked for."""
+    model = lt.checkpoint(llama(attn_implementation="sdpa"), PLENTY)
+
+    def fail(*_):
+        raise RuntimeError("in a layer")
+
+    for number in range(5):
+        model(**tiny_models.batch())
+        handle = model.model.layers[number % 4].mlp.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="in a layer"):
+            model(**tiny_models.batch())
+        handle.remove()
+        tiny_models.step(model, **tiny_models.batch())
+        assert planners(model)[0].longest == [22]
+    assert sum(kept(model)) == MOST
+
+
+def test_none_restores_what_was_there():
+    model = llama()
+    before = [dict(vars(module)) for module in model.modules()]
+    lt.checkpoint(model, PLENTY)
+    tiny_models.step(model, **tiny_models.batch())
+    assert model.is_gradient_checkpointing
+    assert lt.checkpoint(model, None) is model
+    assert planners(model) == [] and not model.is_gradient_checkpointing
+    assert [dict(vars(module)) for module in model.modules()] == before
+    calls = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    tiny_models.step(model, **tiny_models.batch())
+    assert calls == [1]
+
+
+def test_none_restores_checkpointing():
+    model = llama()
+    methods.enable(model)
+    theirs = vars(model.model.layers[1])["_gradient_checkpointing_func"]
+    lt.checkpoint(model, PLENTY)
+    lt.checkpoint(model, PLENTY)
+    assert len(planners(model)) == 1
+    lt.checkpoint(model, None)
+    assert vars(model.model.layers[1])["_gradient_checkpointing_func"] is theirs
+    assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("turn", ["on", "on, reentrant", "off", "off and on"])
+def test_none_keeps_what_came_after_the_plan(turn, stepped):
+    model, expected = llama(), llama()
+    if turn.startswith("off"):
+        tiny_models.enable_checkpointing(model)
+    lt.checkpoint(model, PLENTY)
+    for _ in range(2 if stepped else 0):
+        tiny_models.step(model, **tiny_models.batch())
+    for each in (model, expected):
+        if turn.startswith("off"):
+            tiny_models.disable_checkpointing(each)
+        if turn != "off":
+            tiny_models.enable_checkpointing(each, reentrant="reentrant" in turn)
+    if stepped:
+        tiny_models.step(model, **tiny_models.batch())
+    lt.checkpoint(model, None)
+    for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
+        assert vars(ours).get("gradient_checkpointing") == vars(theirs).get("gradient_checkpointing")
+        found, expected = (vars(m).get("_gradient_checkpointing_func") for m in (ours, theirs))
+        # Each call makes a partial function of its own.
+        assert getattr(found, "keywords", found) == getattr(expected, "keywords", expected)
+
+
+def test_unpatch_ends_it_and_patch_does_not():
+    model = llama()
+    lt.checkpoint(model, PLENTY)
+    liger.patch(model)
+    liger.patch(model, rope=False)
+    assert len(planners(model)) == 1
+    liger.unpatch(model)
+    assert planners(model) == [] and not model.is_gradient_checkpointing
+
+
+def test_report(capsys):
+    model = llama()
+    assert lt.patch_report(model).checkpointing == ""
+    lt.checkpoint(model, PLENTY)
+    start = "all 4 LlamaDecoderLayer recomputed until a step has been measured"
+    assert str(lt.patch_report(model)) == f"checkpointing: {start}"
+    liger.patch(model, verbose=False)
+    for _ in range(2):
+        tiny_models.step(model, **tiny_models.batch())
+    report = lt.patch_report(model)
+    printed = capsys.readouterr().err
+    assert printed == f"liger: checkpoint: {report.checkpointing}\n"
+    assert report.checkpointing.startswith(f"{FEWEST} of 4 LlamaDecoderLayer recomputed, {MOST} keep 0.")
+    assert str(report).splitlines()[-1] == f"checkpointing: {report.checkpointing}"
+    assert report.summary.endswith(f"; checkpointing: {report.checkpointing}")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_copies_have_plans_of_their_own(copied, steps):
+    model = lt.checkpoint(llama(), PLENTY)
+    for _ in range(steps):
+        tiny_models.step(model, **tiny_models.batch())
+    other = copied(model)
+    (theirs,), (ours,) = planners(other), planners(model)
+    assert theirs is not ours and theirs.layers[0] is other.model.layers[0]
+    lt.checkpoint(model, None)
+    for _ in range(3):
+        tiny_models.step(other, **tiny_models.batch())
+    assert sum(kept(other)) == MOST
+    lt.checkpoint(other, None)
+    assert not other.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_trainer(theirs, tmp_path):
+    """With the Trainer's own checkpointing, which it turns on at the start of training, and without."""
+    expected = train(liger.patch(llama()), tmp_path)
+    model = liger.patch(llama())
+    lt.checkpoint(model, PLENTY)
+    assert train(model, tmp_path, gradient_checkpointing=theirs) == expected
+    assert sum(kept(model)) == MOST
+
+
+def test_other_code_that_changes_the_layers():
+    """Checkpointing turned off, or on with another function, between two steps."""
+    full, layer = measured()
+    model = lt.checkpoint(llama(), full + 2 * layer)
+    for _ in range(3):
+        tiny_models.step(model, **tiny_models.batch())
+    calls = calls_of_layers(model)
+    methods.disable(model)
+    tiny_models.step(model, **tiny_models.batch())
+    # A version that reads the flag before the planner sets it does not recompute the first layer.
+    assert calls == [0, 1, 2, 3, 1, 0][: 6 - FEWEST]
+    assert vars(model.model.layers[0])["_gradient_checkpointing_func"] is decoder_layers.recompute
+    calls.clear()
+    methods.enable(model, use_reentrant=True)
+    theirs = vars(model.model.layers[0])["_gradient_checkpointing_func"]
+    tiny_models.step(model, **tiny_models.batch())
+    if FEWEST:
+        calls.clear()
+        theirs = decoder_layers.recompute
+        tiny_models.step(model, **tiny_models.batch())
+    assert calls == [0, 1, 2, 3, 1, 0]
+    assert (
+        vars(model.model.layers[0])["_gradient_checkpointing_func"] is theirs
+        and kept(model)[2:] == [True] * 2
+    )
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.calls = 0
+
+    def forward(self, x, *, scale):
+        self.calls += 1
+        return x + self.outer(torch.nn.functional.gelu(self.inner(x * scale)))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=2.0)
+        return x.sum()
+
+
+def test_layers_that_are_none_of_transformers():
+    model, x = Stack(), torch.randn(2, 5, 8)
+    theirs, other = copy.deepcopy(model), copy.deepcopy(model)
+    theirs(x).backward()
+    lt.checkpoint(model, 1)
+    model(x).backward()
+    # The last of equal layers counts its activations in the first step and is not recomputed.
+    assert [block.calls for block in model.blocks] == [2, 2, 1]
+    model(x).backward()
+    assert [block.calls for block in model.blocks] == [4, 4, 3]
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+        for ours, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(ours.grad, expected.grad)
+    assert all(kept(model)) and all(kept(copy.deepcopy(model)))
+    lt.checkpoint(model, None)
+    assert "forward" not in vars(model.blocks[0])
+    assert vars(model.blocks[0]).keys() == vars(other.blocks[0]).keys()
+
+
+def test_a_compiled_model_has_the_plan_that_it_had_before():
+    model = llama()
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        eager = tiny_models.step(model, **tiny_models.batch())
+    counts = []
+
+    def backend(graph, example):
+        counts.append(1)
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    ours = tiny_models.step(compiled, **tiny_models.batch())
+    torch.testing.assert_close(ours[0]["loss"], eager[0]["loss"])
+    assert sum(kept(model)) == MOST and counts
+
+
+@pytest.mark.parametrize(
+    "memory, error, message",
+    [
+        (True, TypeError, "memory must be an int, a float, 'auto' or None, not bool"),
+        ([1], TypeError, "not list"),
+        ("all", ValueError, "memory must be bytes, a share or 'auto', got 'all'"),
+        (0, ValueError, "in bytes must be positive, got 0"),
+        (0.0, ValueError, r"a share of the device in \(0, 1\], got 0.0"),
+        (60e9, ValueError, "bytes are an int"),
+        (float("nan"), ValueError, "got nan"),
+    ],
+)
+def test_bad_memory(memory, error, message):
+    with pytest.raises(error, match=f"liger.transformers.checkpoint: .*{message}"):
+        lt.checkpoint(llama(), memory)
+
+
+@pytest.mark.parametrize("memory", ["auto", 0.5])
+def test_a_cpu_needs_bytes(memory, monkeypatch):
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="memory must be in bytes without a CUDA device"):
+            lt.checkpoint(llama(), memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = lt.checkpoint(llama(), memory)
+    with pytest.raises(ValueError, match="memory must be in bytes for a model on the CPU"):
+        model(**tiny_models.batch())
+
+
+def test_other_bad_arguments():
+    with pytest.raises(
+        TypeError, match=r"liger\.transformers\.checkpoint expects a torch\.nn\.Module, not int"
+    ):
+        lt.checkpoint(3, PLENTY)
+    with pytest.raises(ValueError, match="Linear has no decoder layers; looked for"):
+        lt.checkpoint(torch.nn.Linear(2, 2), PLENTY)
+    for tokens, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"liger\.transformers\.checkpoint: tokens must be"):
+            lt.checkpoint(llama(), PLENTY, tokens=tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [0, 2, 8])
+def test_peak_on_a_device(layers):
+    """Room for some layers beyond the peak of full checkpointing."""
+
+    def make():
+        return liger.patch(
+            tiny_models.make("llama", "cuda", num_hidden_layers=8, hidden_size=512, intermediate_size=2048,
+                             max_position_embeddings=4096, attn_implementation="sdpa")
+        )  # fmt: skip
+
+    given = tiny_models.batch("cuda", tokens=2048)
+
+    def peak(model):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        tiny_models.step(model, **given)
+        return torch.cuda.max_memory_allocated()
+
+    model = make()
+    methods.enable(model)
+    expected = seeded_step(model, given)
+    peak(model)
+    full = peak(model)
+    lt.checkpoint(model, PLENTY * 1000)
+    for _ in range(6):
+        tiny_models.step(model, **given)
+    (planner,) = planners(model)
+    assert sum(kept(model)) == 8 - FEWEST
+    limit = full + planner.plan.cost(layers)
+    lt.checkpoint(model, limit)
+    for _ in range(8):
+        tiny_models.step(model, **given)
+    # A step that counts activations may need a little more than one that recomputes every layer.
+    assert sum(kept(model)) >= layers - 1
+    assert peak(model) <= limit
+    tiny_models.assert_same_step(seeded_step(model, given), expected)

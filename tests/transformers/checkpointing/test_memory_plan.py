@@ -1,0 +1,137 @@
+"""The arithmetic of kept layers, and the counting of saved bytes."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from liger.transformers.checkpointing.activation_bytes import Probe
+from liger.transformers.checkpointing.memory_plan import UNCONFIRMED, MemoryPlan
+
+
+def plan_of(costs=(10, 10, 10, 10), load=(100,), exact=True):
+    plan = MemoryPlan(costs, load, exact)
+    plan.record(False, 0, 50, load)
+    return plan
+
+
+@pytest.mark.parametrize("room, kept", [(49, 0), (50, 0), (59, 0), (60, 1), (89, 3), (90, 4), (1000, 4)])
+def test_the_most_layers_that_fit(room, kept):
+    assert plan_of().most(False, (100,), room, 4) == kept
+
+
+def test_the_last_layers_count():
+    assert plan_of(costs=(7, 1, 30, 2)).most(False, (100,), 82, 4) == 2
+
+
+def test_a_measured_step_is_a_better_bound():
+    plan = plan_of()
+    plan.record(False, 2, 55, (100,))
+    assert plan.need(False, 2, (100,)) == 55 and plan.need(False, 3, (100,)) == 65
+    assert plan.need(False, 1, (100,)) == 60
+
+
+def test_a_measured_step_above_its_bound_raises_all_costs():
+    plan = plan_of()
+    plan.record(False, 2, 90, (100,))
+    assert plan.need(False, 2, (100,)) == 90 and plan.need(False, 3, (100,)) == 110
+
+
+def test_a_longer_step_needs_more_in_proportion():
+    plan = plan_of()
+    assert plan.need(False, 0, (150,)) == 75 and plan.need(False, 2, (150,)) == 105
+    assert plan.need(False, 2, (50,)) == plan.need(False, 2, (100,)) == 70
+    assert not plan.record(False, 2, 1, (99,))
+    assert plan.record(False, 2, 100, (150,))
+    assert plan.need(False, 1, (150,)) == 90 and plan.need(False, 3, (150,)) == 115
+
+
+def test_the_larger_ratio_of_two_loads_counts():
+    assert plan_of(load=(100, 1000)).need(False, 0, (100, 2000)) == 100
+
+
+def test_counts_have_a_margin_until_a_forward_confirms_them():
+    plan = plan_of(exact=False)
+    assert plan.need(False, 2, (100,)) == 50 + 20 * UNCONFIRMED
+    plan.record(False, 0, 50, (100,), forward=5)
+    plan.record(False, 1, 55, (100,), forward=17)
+    assert plan.factor == pytest.approx(1.2)
+    assert plan.need(False, 3, (100,)) == 55 + 24
+
+
+def test_a_phase_without_a_measurement_has_the_bound_of_the_other():
+    plan = plan_of()
+    assert plan.need(True, 1, (100,)) == 60
+    plan.record(True, 0, 30, (100,))
+    assert plan.need(True, 1, (100,)) == 40 and plan.need(False, 1, (100,)) == 60
+
+
+def test_an_outdated_peak_is_a_bound_until_it_is_measured_again():
+    plan = plan_of()
+    plan.record(True, 0, 40, (100,))
+    plan.outdate()
+    assert not plan.is_measured(False, 0) and not plan.is_measured(True, 0)
+    assert plan.need(False, 1, (100,)) == 60 and plan.need(True, 1, (100,)) == 50
+    plan.record(False, 0, 30, (100,), outdated=True)
+    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 60
+    for peak, need in ((35, 45), (32, 45), (36, 46)):
+        plan.record(False, 0, peak, (100,))
+        assert plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == need
+    plan.record(False, 0, 70, (100,), outdated=True)
+    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 80
+    assert not plan.is_measured(True, 0)
+
+
+def test_a_smaller_step_lowers_an_outdated_peak_in_proportion():
+    plan = plan_of()
+    plan.record(False, 0, 20, (80,))
+    assert plan.need(False, 0, (100,)) == 50
+    plan.outdate()
+    plan.record(False, 0, 20, (80,), outdated=True)
+    assert plan.need(False, 0, (100,)) == 50
+    plan.record(False, 0, 32, (80,))
+    assert plan.need(False, 0, (100,)) == 40 and not plan.is_measured(False, 0)
+    plan.record(False, 0, 36, (80,))
+    assert plan.need(False, 0, (100,)) == 40
+    plan.record(False, 1, 10, (80,))
+    assert plan.need(False, 1, (100,)) == 50
+
+
+def test_an_outdated_peak_does_not_raise_costs():
+    plan = plan_of()
+    plan.record(False, 1, 90, (100,), outdated=True)
+    assert plan.factor == 1.0
+    plan.record(False, 1, 75, (100,))
+    assert plan.factor == 2.5
+
+
+def test_peaks_of_another_load_are_not_outdated():
+    plan = plan_of()
+    plan.outdate()
+    plan.record(False, 0, 70, (200,))
+    assert plan.is_measured(False, 0) and plan.need(False, 0, (200,)) == 70
+
+
+def test_no_measurement_no_layer():
+    assert MemoryPlan([1, 1], (5,)).most(False, (5,), 10**9, 2) == 0
+
+
+# --- counted bytes ------------------------------------------------------------------------------------------------
+
+
+def test_probe_counts_each_saved_storage_once():
+    layer = torch.nn.Linear(8, 4)
+    probe, x = Probe(layer), torch.randn(3, 8, requires_grad=True)
+
+    def call(x):
+        hidden = layer(x).exp()  # saves x and the weight, which are not the layer's own, and the exponentials
+        return (hidden * hidden).view(-1) * hidden.t().reshape(
+            -1
+        )  # the exponentials again, their square, a copy
+
+    probe(call, x).sum().backward()
+    assert probe.bytes == 3 * 3 * 4 * 4
+    grads = x.grad, layer.weight.grad
+    x.grad, layer.weight.grad = None, None
+    call(x).sum().backward()
+    assert all(map(torch.equal, grads, (x.grad, layer.weight.grad)))
