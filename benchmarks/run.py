@@ -1,4 +1,4 @@
-"""The benchmark suite: ``python benchmarks/run.py --help``, and docs/performance/README.md."""
+"""The benchmark suite: ``python benchmarks/run.py --help``, and docs/lab/README.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``python -m experiments E3 E4 --minutes 8 --out DIR``: docs/experiments.md."""
+"""``python -m experiments E3 E4 --minutes 8 --out DIR``: docs/lab/experiments.md."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def parser():
     made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")
     made.add_argument("--plot", action="store_true", help="measures nothing: tables and pictures of results")
     made.add_argument(
-        "--docs", action="store_true", help="measures nothing: tables and pictures of docs/experiments.md"
+        "--docs", action="store_true", help="measures nothing: tables and pictures of docs/lab/experiments.md"
     )
     made.add_argument(
         "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"

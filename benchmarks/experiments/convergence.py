@@ -179,13 +179,13 @@ def table(result):
                 row.append(tables.shape(losses.get((size, method))) or "")
         rows.append(row)
     return (
-        "Mean and largest difference of the losses from those of the unpatched run; *nudged* is the yardstick.\n\n"
+        "Mean and largest difference of the losses from the losses of the unpatched run; *nudged* is the yardstick.\n\n"
         + tables.markdown(["model", "loss, unpatched", *others], rows)
     )
 
 
 def draw(result):
-    return {"": pictures.loss_curves(result, "Loss curves, and their differences from the unpatched run")}
+    return {"": pictures.loss_differences(result, "How far is a loss from the unpatched run?")}
 
 
 EXPERIMENT = Experiment("E7", "Loss curves on real text", cells, measure, table, draw)

@@ -132,7 +132,7 @@ def draw(result):
     losses = {name.removeprefix("loss "): part for name, part in every.items() if name.startswith("loss")}
     figures = {}
     if losses:
-        title = "Post-training losses, forward and backward"
+        title = "Peak memory of a post-training loss, forward and backward"
         figures["losses"] = pictures.memory_of_parts(losses, title, "sequences")
     for name, part in every.items():
         if not name.startswith("loss"):

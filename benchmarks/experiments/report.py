@@ -1,14 +1,15 @@
-"""Tables and pictures of result files: beside them, and in docs/experiments.md."""
+"""Tables and pictures of result files: beside them, and in docs/lab/experiments.md."""
 
 import importlib.util
 import os
 import re
 
+from liger_bench.chart import save
 from liger_bench.environment import CHECKOUT
 
 from . import MODULES, experiment, results, tables
 
-PAGE = CHECKOUT / "docs" / "experiments.md"
+PAGE = CHECKOUT / "docs" / "lab" / "experiments.md"
 IMAGES = CHECKOUT / "docs" / "images"
 MISSING = "*Not measured yet.*"
 
@@ -21,7 +22,7 @@ def _pictures(result, stem):
     for suffix, figure in experiment(result["experiment"]).draw(result).items():
         path = stem.with_name(f"{stem.name}{'-' if suffix else ''}{suffix}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        save(figure, path)
         written[suffix or "all"] = path
     return written
 
@@ -44,7 +45,7 @@ def write(folder, name, tiny=False):
 
 
 def section(folder, name, images=IMAGES, page=PAGE):
-    """The generated part of docs/experiments.md about an experiment."""
+    """The generated part of docs/lab/experiments.md about an experiment."""
     source = results.path_of(folder, name, False)
     if not source.is_file():
         return MISSING

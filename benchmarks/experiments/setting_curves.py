@@ -36,13 +36,6 @@ CONFIGS = {
 TINY = {**model_sizes.SELF_TEST.config, "num_hidden_layers": 4}
 TINY_STEPS, TINY_BATCH, TINY_SEQUENCE = 40, 4, 16
 
-STYLES = {
-    REFERENCE: {"color": "#000000", "linewidth": 4.0, "alpha": 0.25},
-    UNPATCHED: {"color": pictures.COLORS["transformers"], "linewidth": 2.2},
-    NUDGED: {"color": pictures.COLORS["nudged"], "linewidth": 1.6, "linestyle": "--"},
-    "liger-kernel": {"color": pictures.COLORS["liger-kernel"], "linewidth": 1.1, "linestyle": "--"},
-}
-
 
 def cells(tiny):
     return [
@@ -166,9 +159,9 @@ def _row(cell, verdict, own):
 
 def table(result):
     parts = [
-        "*Distance*: mean distance of the losses from those of the float32 run, and in units of that of the unpatched "
+        "*Distance*: mean distance of the losses from the float32 run, and relative to the distance of the unpatched "
         f"bfloat16 run, allowed up to {FACTOR}. *Difference*: the largest from the unpatched bfloat16 run; a run "
-        "differs by no more than four times the *nudged* run, whose weights differ by one rounding each."
+        "differs by at most four times the *nudged* run, a run with weights that differ by one rounding each."
     ]
     for size in ordered(result, "size"):
         found = verdicts(curves_of(result, size))
@@ -187,52 +180,32 @@ def table(result):
     return "\n\n".join(parts)
 
 
-def _look(method):
-    """Colour, style and width of a line: the same in every panel."""
-    if method in STYLES:
-        return STYLES[method]
-    ours = [setting.name for setting in SETTINGS if setting.name not in STYLES]
-    index = ours.index(method) if method in ours else 0
-    shades = pictures.OTHERS[:-1]
-    style = ("-", ":", "-.")[index // len(shades) % 3]
-    return {"color": shades[index % len(shades)], "linestyle": style, "linewidth": 1.1}
-
-
-def _draw_size(panels, size, curves):
-    """Losses, distances from the float32 run, differences from the unpatched run with their limit."""
-    upper, middle, lower = panels
-    references = {middle: curves.get(REFERENCE), lower: curves.get(UNPATCHED)}
-    for method, losses in curves.items():
-        steps = range(1, len(losses) + 1)
-        upper.plot(steps, losses, label=method, **_look(method))
-        for panel, reference in references.items():
-            if reference is not None and losses is not reference and (method != REFERENCE or panel is middle):
-                gaps = [max(gap, 1e-7) for gap in _apart(losses, reference)]
-                panel.plot(steps, gaps, **_look(method))
-    allowed = next((v["allowed"] for v in verdicts(curves).values() if v["allowed"] is not None), None)
-    if allowed is not None:
-        lower.axhline(allowed, color="black", linewidth=0.8, linestyle=(0, (3, 2)))
-    upper.annotate(size, (0.98, 0.96), xycoords="axes fraction", ha="right", va="top", fontsize=9)
-    for panel in (middle, lower):
-        panel.set_yscale("log")
-    lower.set_xlabel("step", fontsize=9)
+def _color(method):
+    shades = {UNPATCHED: "transformers", NUDGED: "nudged", "liger-kernel": "liger-kernel"}
+    return pictures.COLORS[shades.get(method, "liger")]
 
 
 def draw(result):
+    """A dot per setting: its distance from the float32 run in units of the unpatched run's, and the limit."""
     sizes = ordered(result, "size")
-    title = "Loss curves of every setting, and what rounding does to them"
+    found = {size: verdicts(curves_of(result, size)) for size in sizes}
+    count = sum(map(len, found.values()))
     made, axes = pictures.figure(
-        5.2 * len(sizes) + 2.6, 8.0, len(sizes), 3, title=title, source=pictures.source(result), sharex="col",
-        height_ratios=[3, 2, 2],
+        0.24 * count + 0.9 * len(sizes) + 1.0, rows=len(sizes), sharex=True, source=pictures.source(result),
+        title="How far from float32 is each setting, relative to the unpatched run?",
+        height_ratios=[len(of_size) + 2 for of_size in found.values()],
     )  # fmt: skip
-    named = {}
-    for column, size in enumerate(sizes):
-        _draw_size(axes[:, column], size, curves_of(result, size))
-        named.update(zip(*reversed(axes[0][column].get_legend_handles_labels()), strict=True))
-    labels = ("loss", "distance from\nthe float32 run", "difference from the\nunpatched run; dashed: allowed")
-    for panel, label in zip(axes[:, 0], labels, strict=True):
-        panel.set_ylabel(label, fontsize=9)
-    made.legend(named.values(), named.keys(), fontsize=8, frameon=False, loc="outside right center")
+    for panel, (size, of_size) in zip(axes[:, 0], found.items(), strict=True):
+        methods = [method for method, one in of_size.items() if one["ratio"] is not None]
+        for place, method in enumerate(methods):
+            panel.plot(of_size[method]["ratio"], place, "o", color=_color(method), markersize=6)
+        panel.set_yticks(range(len(methods)), map(pictures.named, methods), fontsize=8)
+        panel.set_ylim(len(methods) - 0.4, -0.6)
+        panel.axvline(FACTOR, color="black", linewidth=0.8, linestyle=(0, (3, 2)))
+        panel.set_title(size, loc="left", fontsize=9)
+        panel.grid(axis="x", color="#eeeeee")
+    panel.set_xlim(left=0)
+    panel.set_xlabel(f"mean distance, unpatched = 1; limit {FACTOR}", fontsize=9)
     return {"": made}
 
 

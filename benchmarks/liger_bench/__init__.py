@@ -1,4 +1,4 @@
-"""The benchmark suite behind ``benchmarks/run.py``; docs/performance/README.md says what it measures and how.
+"""The benchmark suite behind ``benchmarks/run.py``; docs/lab/README.md says what it measures and how.
 
 It is run from a checkout and is not part of the wheel.
 """

@@ -1,6 +1,6 @@
 """The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options than
 bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads with LoRA.
-``docs/performance/heads.md`` has floors and goals.
+``docs/lab/heads.md`` has floors and goals.
 
 The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes: cuBLAS takes
 several times as long for rows that are not aligned.

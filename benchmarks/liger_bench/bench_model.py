@@ -200,7 +200,7 @@ def main(arguments=None):
             records = measure(size, device, backends, parsed.shapes, only=parsed.only, **entry)
     except ValueError as error:
         parser.error(str(error))
-    print(markdown(facts, records, size))
+    print(markdown(facts, records, size.name, size.checkpointing))
     if parsed.json:
         write(parsed.json, facts, records, size)
     bad = [

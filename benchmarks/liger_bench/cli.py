@@ -78,7 +78,7 @@ def _parser():
         "--pictures",
         type=Path,
         metavar="STEM",
-        help="measure nothing: STEM-<op>.png and STEM-overview.png of the newest whole runs in benchmarks/results",
+        help="measure nothing: STEM-<op>.png and STEM-overview*.png of the newest whole runs in benchmarks/results",
     )
     parser.add_argument(
         "--self-test",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .verdict import FASTEST_PEER
+
 # Sizes of a sweep: those of the benchmarks of liger-kernel.
 SIZES = (4096, 8192, 12288, 16384)
 VOCABULARIES = (40960, 81920, 122880, 163840)
@@ -57,9 +59,6 @@ class Provider:
     group: str = "other"
     context: Callable = contextlib.nullcontext
     needs: tuple[str, ...] = ()
-
-
-FASTEST_PEER = "the fastest peer"
 
 
 @dataclass(frozen=True)

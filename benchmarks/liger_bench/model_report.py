@@ -2,8 +2,6 @@
 
 import json
 
-from .model_sizes import FULL
-
 GIB = 1024**3
 
 
@@ -51,13 +49,13 @@ def verdict(record):
     return line
 
 
-def markdown(facts, records, size=FULL):
+def markdown(facts, records, model, checkpointing=True):
     """The environment and one table per shape."""
     known = (f"{name} {value}" for name, value in facts.items() if value not in (None, False))
-    without = "" if size.checkpointing else ", without checkpointing"
+    without = "" if checkpointing else ", without checkpointing"
     ranks = max((record.get("ranks", 1) for record in records), default=1)
     sharded = f", FSDP2 on {ranks} ranks; batch, host time and peak of one rank" if ranks > 1 else ""
-    parts = [f"# Training steps of {size.name}'s shape{without}{sharded}", "; ".join(known)]
+    parts = [f"# Training steps of {model}'s shape{without}{sharded}", "; ".join(known)]
     header = (
         "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB |\n|---|---|---|---|---|---|"
     )
@@ -73,5 +71,6 @@ def markdown(facts, records, size=FULL):
 
 def write(path, facts, records, size):
     """The results as JSON, and as Markdown beside it."""
-    path.write_text(json.dumps({"environment": facts, "rows": records}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(facts, records, size))
+    named = {"model": size.name, "checkpointing": size.checkpointing}
+    path.write_text(json.dumps({"environment": facts, **named, "rows": records}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(facts, records, **named))

@@ -3,7 +3,7 @@
 A picture shows the size that users meet; the other sizes are in the tables of the report.
 """
 
-from .chart import Bar, Group, draw
+from .chart import Bar, Group, draw, save
 from .verdict import SAME_MEMORY_MIB, judge, time_of
 
 # The colour-blind safe palette of Okabe and Ito; black is for ceilings. Keys are prefixes of provider names, and the
@@ -60,6 +60,11 @@ def _measured(record):
     return {n: p for n, p in record["providers"].items() if p["status"] in ("ok", "wrong")}
 
 
+def _label(name):
+    """Not "liger", which readers take for liger-kernel."""
+    return name.replace("liger[", "liger-ops[", 1)
+
+
 def group_of(record, label, names=None):
     """The bars of a record: those of ``{name: series}`` in this order, or of all providers, fastest first."""
     measured = _measured(record)
@@ -67,7 +72,7 @@ def group_of(record, label, names=None):
     if names is None:
         kept = [n for n, p in measured.items() if not is_line(p) and not _dominated(n, measured)]
         kept.sort(key=lambda n: time_of(measured[n]))
-        names = {n: n if measured[n]["status"] == "ok" else f"{n} (wrong result)" for n in kept}
+        names = {n: _label(n) + ("" if measured[n]["status"] == "ok" else " (wrong result)") for n in kept}
     bars = [
         Bar(series, color(name), time_of(measured[name]), measured[name].get("peak_mib"))
         for name, series in names.items()
@@ -122,5 +127,5 @@ def plot(result, stem):
         records = [record for record in result["rows"] if record["op"] == op]
         figure = picture(op, records, result["environment"])
         paths.append(stem.with_name(f"{stem.name}-{op}.png"))
-        figure.savefig(paths[-1], dpi=110)
+        save(figure, paths[-1])
     return paths

@@ -1,7 +1,6 @@
 """A run as Markdown: the goals, the verdict, and one table per row."""
 
-from .harness import FASTEST_PEER
-from .verdict import time_of
+from .verdict import FASTEST_PEER, time_of
 
 # Ops whose providers are also compared in one table, and the ceiling that its times are relative to.
 COMPARED = {"heads": "three GEMMs"}

@@ -88,7 +88,7 @@ def redraw(paths, path=None, plots=None):
 
 
 def illustrate(stem):
-    """``<stem>-<op>.png`` and ``<stem>-overview.png`` of the newest whole runs in benchmarks/results."""
+    """``<stem>-<op>.png`` and ``<stem>-overview*.png`` of the newest whole runs in benchmarks/results."""
     for picture in overview.write(stem):
         _say(f"written: {picture}")
 

@@ -1,7 +1,7 @@
 """Comparison of speed and memory between liger and its peers, and errors of providers of liger."""
 
-from .harness import FASTEST_PEER
-
+# As a baseline: the fastest correct peer of a row.
+FASTEST_PEER = "the fastest peer"
 # Smaller differences count as equal memory: rounding of allocation sizes, and a few statistics per row.
 SAME_MEMORY_MIB = 1.0
 

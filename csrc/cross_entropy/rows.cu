@@ -12,7 +12,7 @@ namespace liger {
 namespace {
 
 // Bytes of a row from which on rows_smem is faster than rows_streamed, whose second read of a short row hits
-// the caches (docs/performance/cross_entropy.md).
+// the caches (docs/lab/cross_entropy.md).
 template <bool kExtras>
 constexpr int64_t kMinSmemBytes = (kExtras ? 32 : 16) << 10;
 

@@ -52,7 +52,7 @@ struct SmemRowShape {
   }
 
   // The smallest cluster in [fewest, most] whose shared memory holds a row. Odd sizes above one are no
-  // candidates: they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB
+  // candidates: they measured 2 to 8 % slower (docs/lab/cross_entropy.md). The driver reserves 1 KB
   // of shared memory per resident block. part_bytes: a multiple of 8.
   static constexpr SmemRowPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin,
                                     int part_bytes = 0) {

@@ -1,7 +1,7 @@
 // Statistics of two rows of logits, which the first pass of a divergence sums: maxima, sums of exponentials
 // and a cross term.
 //
-// Arithmetic limits these kernels (docs/performance/divergence.md). So exponentials are powers of 2 of
+// Arithmetic limits these kernels (docs/lab/divergence.md). So exponentials are powers of 2 of
 // y = fma(z, scale, -reference), and a factor per row normalises them. The reference may be rounded, because
 // any value near the maximum serves; where the rounding is not small, y is (z - max) * scale instead.
 #pragma once

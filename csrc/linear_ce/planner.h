@@ -10,7 +10,7 @@ namespace liger {
 // Rows of a cuBLAS tile: chunks of whole tiles leave no partial tile in the three GEMMs.
 inline constexpr int64_t kTileRows = 128;
 // From this chunk size on the GEMMs hide the memory traffic of the weight and its gradient
-// (docs/performance/cross_entropy.md).
+// (docs/lab/cross_entropy.md).
 inline constexpr int64_t kFullSpeedRows = 2048;
 
 struct ChunkPlan {

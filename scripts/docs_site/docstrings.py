@@ -12,8 +12,8 @@ import griffe
 
 # Names that a package imports in its ``__getattr__``, which a reader of sources cannot follow.
 LAZY = {
-    "liger.patch": "liger.transformers.patching.patch.patch",
-    "liger.unpatch": "liger.transformers.patching.patch.unpatch",
+    "liger.patch": "liger.transformers.patch",
+    "liger.unpatch": "liger.transformers.unpatch",
 }
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
 _PAGE = re.compile(r"\bdocs/([a-z_]+)\.md\b")

@@ -1,4 +1,4 @@
-"""The pages of the API reference: one per public module, with every name of its ``__all__``, and the schemas.
+"""The pages of the API reference: every name of the ``__all__`` of each public module, and the schemas.
 
 Modules are read as source text, so neither torch nor a build of liger is needed.
 """
@@ -8,26 +8,112 @@ from __future__ import annotations
 import ast
 import re
 
-# Page, module, heading. Modules of liger that are listed in its __all__ have pages of their own.
-MODULES = (
-    ("liger.md", "liger"),
-    ("nn.md", "liger.nn"),
-    ("losses.md", "liger.losses"),
-    ("transformers.md", "liger.transformers"),
-    ("trl.md", "liger.trl"),
-    ("distributed.md", "liger.distributed"),
-    ("compat.md", "liger.compat"),
-)
+# Page -> (title, module, its names on this page; None: all that no other page has). Modules of liger that are listed in
+# its __all__ have pages of their own.
+PAGES = {
+    "liger.md": ("liger: patching, backends", "liger", None),
+    "liger_layers.md": (
+        "liger: norms, activations, softmax",
+        "liger",
+        (
+            "rms_norm",
+            "fused_add_rms_norm",
+            "rms_norm_gated",
+            "layer_norm",
+            "group_norm",
+            "softmax",
+            "swiglu",
+            "swiglu_packed",
+            "geglu",
+            "geglu_packed",
+            "relu_squared",
+        ),
+    ),
+    "liger_rope.md": (
+        "liger: rotary embeddings",
+        "liger",
+        ("rope", "qk_norm_rope", "mrope", "complex_rope"),
+    ),
+    "liger_losses.md": (
+        "liger: losses and divergences",
+        "liger",
+        (
+            "cross_entropy",
+            "fused_linear_ce",
+            "CrossEntropyOutput",
+            "fused_linear_logprobs",
+            "LogProbs",
+            "kl_div",
+            "jsd",
+            "tvd",
+            "fused_linear_kl_div",
+            "fused_linear_jsd",
+        ),
+    ),
+    "liger_mlp.md": ("liger: experts, tiled MLPs", "liger", ("grouped_experts", "tiled_mlp", "tiled")),
+    "nn.md": ("liger.nn", "liger.nn", None),
+    "losses.md": ("liger.losses: base classes", "liger.losses", None),
+    "losses_preference.md": (
+        "liger.losses: preference",
+        "liger.losses",
+        (
+            "FusedLinearDPOLoss",
+            "FusedLinearORPOLoss",
+            "FusedLinearCPOLoss",
+            "FusedLinearSimPOLoss",
+            "FusedLinearKTOLoss",
+            "PreferenceLoss",
+            "PreferenceMetrics",
+            "KTOMetrics",
+        ),
+    ),
+    "losses_policy.md": (
+        "liger.losses: policy",
+        "liger.losses",
+        ("FusedLinearGRPOLoss", "FusedLinearPPOLoss", "PolicyMetrics", "PolicyOptions"),
+    ),
+    "losses_distillation.md": (
+        "liger.losses: distillation",
+        "liger.losses",
+        (
+            "FusedLinearJSDLoss",
+            "FusedLinearKLDivLoss",
+            "FusedLinearCosineSimilarityLoss",
+            "FusedLinearTopKLoss",
+            "DistillationLoss",
+            "DistillationMetrics",
+            "DistillationOptions",
+        ),
+    ),
+    "transformers.md": ("liger.transformers", "liger.transformers", None),
+    "trl.md": ("liger.trl", "liger.trl", None),
+    "distributed.md": ("liger.distributed", "liger.distributed", None),
+    "compat.md": ("liger.compat", "liger.compat", None),
+}
+MODULES = {module for _, module, _ in PAGES.values()}
 _DEFINITION = re.compile(r'"(\w+\((?:[^"\\]|\\.)*-> (?:[^"\\]|\\.)*)"')
 
 
 def pages(root):
     """File name -> Markdown."""
-    made = {"README.md": _index(root)}
-    for name, module in MODULES:
-        made[name] = _module_page(root, module)
-    made["torch_ops.md"] = _schemas(root)
+    made = {"README.md": _index(root), "torch_ops.md": _schemas(root)}
+    for file, (title, module, given) in PAGES.items():
+        lines = [f"# {title}", ""]
+        if given is None:
+            lines += [f"::: {module}", "    options: {members: false, show_root_heading: false}", ""]
+        for name in _names(root, module, given):
+            lines += [f"::: {module}.{name}", ""]
+        made[file] = "\n".join(lines)
     return made
+
+
+def _names(root, module, given):
+    """The names of a page: those given, or all exported ones that no other page has."""
+    if given is not None:
+        return given
+    elsewhere = {name for _, other, names in PAGES.values() if other == module for name in names or ()}
+    names = exported(root, module)
+    return [name for name in names if name not in elsewhere and f"{module}.{name}" not in MODULES]
 
 
 def exported(root, module):
@@ -40,12 +126,10 @@ def exported(root, module):
 
 
 def _index(root):
-    lines = ["# API reference", "", "| module | public names |", "|---|---|"]
-    modules = dict((module, page) for page, module in MODULES)
-    for module, page in modules.items():
-        names = [name for name in exported(root, module) if f"{module}.{name}" not in modules]
-        links = ", ".join(f"[{name}][{module}.{name}]" for name in names)
-        lines.append(f"| [{module}]({page}) | {links} |")
+    lines = ["# API reference", "", "| page | public names |", "|---|---|"]
+    for file, (title, module, given) in PAGES.items():
+        links = ", ".join(f"[{name}][{module}.{name}]" for name in _names(root, module, given))
+        lines.append(f"| [{title}]({file}) | {links} |")
     lines += [
         "",
         "[torch.ops.liger](torch_ops.md) lists the schemas of the ops underneath.",
@@ -53,21 +137,6 @@ def _index(root):
         "can be differentiated, and [environment variables](../docs/environment.md) the settings.",
         "",
     ]
-    return "\n".join(lines)
-
-
-def _module_page(root, module):
-    packages = {name for _, name in MODULES}
-    lines = [
-        f"# {module}",
-        "",
-        f"::: {module}",
-        "    options: {members: false, show_root_heading: false}",
-        "",
-    ]
-    for name in exported(root, module):
-        if f"{module}.{name}" not in packages:
-            lines += [f"::: {module}.{name}", ""]
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """Collects the sources of the documentation site in a folder:  python scripts/docs_site/stage.py build/site-sources
 
 Every file keeps its path in the repository, so a link between docs/ and another folder, such as ``../csrc/README.md``,
-is the same in a checkout and on the site. Added are the pages of the API reference, and the differences between
-GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is all that depends on the builder.
+is the same in a checkout and on the site. Added are the pages of the API reference and of the benchmark results, and
+the differences between GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is all that
+depends on the builder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import reference
+import result_pages
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -22,30 +24,57 @@ SOURCES = (
     "compat/README.md",
     "csrc/README.md",
     "csrc/*/*/README.md",
-    "benchmarks/results/*.*",  # pages, and the data in JSON that pages link to
+    "benchmarks/results/*.json",  # data that pages link to
     "benchmarks/results/experiments/*.json",
     "docs/**/*.md",
     "docs/images/*",
 )
+# Searches lead to guides first: the weight of the pages in a folder, the first that fits.
+BOOSTS = {
+    **dict.fromkeys(("docs/lab", "csrc", "CHANGELOG.md"), 0.1),
+    "docs/models.md": 0.5,
+    "docs/troubleshooting.md": 4,
+    **dict.fromkeys(("docs", "README.md"), 2),
+}
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
+_RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")
+# GitHub takes the width of a picture in HTML only, and MkDocs finds pictures in Markdown only.
+_PICTURE = re.compile(r'<img src="([^"]+)" width="(\d+)" alt="([^"]*)">')
 _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
 
 
 def stage(folder: Path) -> None:
     """Writes the sources of the site to a folder, which it empties first."""
     shutil.rmtree(folder, ignore_errors=True)
+    rendered = result_pages.pages(ROOT)
     for pattern in SOURCES:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".md":
-                target.write_text(indent_lists(_COMMENT.sub("", path.read_text())))
+                text = indent_lists(_COMMENT.sub("", path.read_text()))
+                text = _PICTURE.sub(r'![\3](\1){ width="\2" }', text)
+                text = _RESULT.sub(lambda link: _page_of(link, rendered), text)
+                target.write_text(_front_matter(path.relative_to(ROOT)) + text)
             else:
                 shutil.copyfile(path, target)
-    (folder / "api").mkdir()
-    for name, text in reference.pages(ROOT).items():
-        (folder / "api" / name).write_text(text)
+    for parent, pages in ((folder / "api", reference.pages(ROOT)), (folder / result_pages.FOLDER, rendered)):
+        parent.mkdir(exist_ok=True)
+        for name, text in pages.items():
+            (parent / name).write_text(text)
+    shutil.copytree(Path(__file__).parent / "assets", folder / "assets")
+
+
+def _front_matter(path: Path) -> str:
+    parents = {path.as_posix(), *(parent.as_posix() for parent in path.parents)}
+    boost = next((weight for place, weight in BOOSTS.items() if place in parents), 1)
+    return f"---\nsearch:\n  boost: {boost}\n---\n\n"
+
+
+def _page_of(link: re.Match[str], rendered: dict[str, str]) -> str:
+    """A link to data, as one to the page that shows them where there is one."""
+    return f"{link[1]}.md)" if f"{link[2]}.md" in rendered else link[0]
 
 
 def indent_lists(text: str) -> str:

@@ -192,7 +192,7 @@ def test_a_wrong_loss_is_seen(monkeypatch):
     record = measure(monkeypatch, contestant("spoiled", spoil, "ours"))
     assert record["providers"]["spoiled"]["status"] == "wrong"
     assert model_report.verdict(record) is None
-    assert "spoiled (WRONG LOSS)" in model_report.markdown({}, [record])
+    assert "spoiled (WRONG LOSS)" in model_report.markdown({}, [record], "a model")
 
 
 def test_a_failure_is_a_result(monkeypatch):
@@ -206,7 +206,7 @@ def test_a_failure_is_a_result(monkeypatch):
     assert record["providers"]["absent"] == {
         "group": "other", "status": "missing", "reason": "not installed: no_such_module",
     }  # fmt: skip
-    printed = model_report.markdown({}, [record])
+    printed = model_report.markdown({}, [record], "a model")
     assert "| failing | failed: RuntimeError: no such kernel |" in printed and "absent" not in printed
 
 

@@ -73,7 +73,7 @@ def test_a_picture_marks_where_memory_runs_out():
         assert [list(line.get_xdata()) for line in crosses] == [[2]]
         assert crosses[0].get_color() == pictures.COLORS["transformers"]
         drawn = {line.get_label(): list(line.get_xdata()) for line in panel.lines}
-        assert drawn["liger"] == [1, 2, 4] and drawn["transformers"] == [1]
+        assert drawn["liger-ops"] == [1, 2, 4] and drawn["transformers"] == [1]
 
 
 def test_stacked_bars_add_up():

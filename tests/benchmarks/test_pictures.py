@@ -61,8 +61,8 @@ def test_bars_are_ours_and_the_peers_fastest_first_and_a_ceiling_is_a_line():
     group = plots.group_of(record, None)
     assert [bar.series for bar in group.bars] == [
         "quack (wrong result)",
-        "liger[cuda]",
-        "liger[cuda] small",
+        "liger-ops[cuda]",
+        "liger-ops[cuda] small",
         "liger-kernel",
     ]
     assert (group.ceiling, group.ceiling_time) == ("device copy", 0.25)
@@ -99,12 +99,16 @@ def test_pictures_are_of_the_newest_whole_runs(tmp_path, monkeypatch, capsys):
         (tmp_path / "results" / f"{date}.json").write_text(overview.json.dumps(result))
     found = overview.runs(tmp_path / "results")
     assert [r["environment"]["commit"] for r in found] == ["of 2026-01-02", "of 2026-01-01"]
-    figure = overview.overview(found)
-    assert figure.get_suptitle() == "Forward and backward at 2.5 to 2.5 times the speed of liger-kernel"
+    figures = overview.overview(found)
+    title = figures["overview"].get_suptitle().replace("\n", " ")
+    assert title == "Forward and backward: 2.50 times the speed of liger-kernel (median)"
+    # One question each.
+    assert [len(figure.axes) for figure in figures.values()] == [1, 1]
     monkeypatch.setattr(overview, "runs", lambda: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["--pictures", str(tmp_path / "picture")]) == 0
-    assert {path.name for path in tmp_path.glob("*.png")} == {"picture-overview.png", "picture-swiglu.png"}
+    made = {"picture-overview.png", "picture-overview-memory.png", "picture-swiglu.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == made
 
 
 def test_an_overview_needs_a_row(monkeypatch, tmp_path, capsys):

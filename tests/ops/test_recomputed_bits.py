@@ -1,4 +1,4 @@
-"""Outputs that a backward recomputes (docs/performance/activations.md) have the bits of the forward."""
+"""Outputs that a backward recomputes (docs/lab/activations.md) have the bits of the forward."""
 
 import pytest
 import torch

@@ -4,10 +4,12 @@ The build needs MkDocs: in this environment, or in that of ``make docs``. The na
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import public_callables
@@ -45,15 +47,105 @@ def test_every_page_is_in_the_navigation_once(tmp_path):
     module("stage").stage(tmp_path / "sources")
     pages = {path.relative_to(tmp_path / "sources").as_posix() for path in tmp_path.rglob("*.md")}
     listed = navigation()
+    # Its first page has the links.
+    pages -= {page for page in pages if page.startswith("benchmarks/results/") and page not in listed}
     assert not sorted(pages - set(listed)), "add them to nav in mkdocs.yml"
     assert not sorted(set(listed) - pages), "nav in mkdocs.yml names pages that do not exist"
     assert len(listed) == len(set(listed))
+
+
+def test_pages_repeat_the_noun():
+    """docs/contributing.md, "English": at most 0.2 of these per 1000 words."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "models.md"]
+    texts = [re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.M | re.S) for path in pages]
+    words = sum(len(text.split()) for text in texts)
+    found = [match[0] for text in texts for match in re.finditer(r"\b(?:that|those)\s+of\b.{0,40}", text)]
+    assert len(found) <= 0.2 * words / 1000, found
+
+
+def test_guides_are_not_a_lab_book():
+    """What users read, without the lab notes and the generated table of models: at most 34000 words."""
+    guides = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
+    assert sum(len(path.read_text().split()) for path in guides if path.name != "models.md") <= 34000
 
 
 def test_lists_are_indented_as_python_markdown_needs_them():
     source = "Text:\n- a\n  b\n\n  ```bash\n    c\n  ```\n- d\n   1. e\n\n      f\n\ng\n"
     expected = "Text:\n\n- a\n    b\n\n    ```bash\n      c\n    ```\n- d\n     1. e\n\n        f\n\ng\n"
     assert module("stage").indent_lists(source) == expected
+
+
+def test_result_files_are_the_newest_or_quoted():
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("an sdist has no results")
+    assert not module("result_pages").superseded(ROOT), (
+        "python scripts/docs_site/result_pages.py archives them"
+    )
+
+
+def a_run(date, *ops, size="full"):
+    facts = {"date": f"2026-{date}T00:00:00+00:00", "device": "NVIDIA H200", "size": size}
+    rows = [{"op": op, "name": op, "kind": "device", "ceilings": [], "providers": {}} for op in ops]
+    return {"schema": 2, "environment": facts, "rows": rows, "verdict": [], "goals": []}
+
+
+@pytest.fixture
+def some_results(tmp_path):
+    """A checkout with results of two ops, one of them measured twice, and a page that quotes nothing."""
+    folder = tmp_path / "benchmarks" / "results"
+    for path in (folder, tmp_path / "docs"):
+        path.mkdir(parents=True)
+    (tmp_path / "README.md").touch()
+    for name, result in {
+        "old": a_run("01-01", "rope"),
+        "new": a_run("01-02", "rope", "jsd"),
+        "quick": a_run("01-03", "rope", size="quick"),
+        "other": {"what": "of another program", "rows": []},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_result_pages_lead_to_the_newest_run(some_results):
+    pages = module("result_pages").pages(some_results)
+    assert set(pages) == {"README.md", "old.md", "new.md", "quick.md"}
+    assert "| rope | [2 January 2026](new.md#rope) |" in pages["README.md"]
+    assert "# Results of rope, jsd: H200, 2 January 2026" in pages["new.md"]
+    assert all("exclude: true" in page for page in pages.values())
+
+
+def test_superseded_results_are_archived(some_results):
+    results, folder = module("result_pages"), some_results / "benchmarks" / "results"
+    (some_results / "docs" / "page.md").write_text("[run](../benchmarks/results/quick.json)")
+    assert results.superseded(some_results) == ["old.json", "other.json"]
+    before = (folder / "old.json").read_bytes()
+    results.archive(some_results, ["other.json"])
+    results.archive(some_results, ["old.json"])
+    assert {path.name for path in folder.iterdir()} == {"new.json", "quick.json", results.ARCHIVE}
+    with tarfile.open(folder / results.ARCHIVE) as archive:
+        assert archive.getnames() == ["old.json", "other.json"]
+        assert archive.extractfile("old.json").read() == before
+    once = (folder / results.ARCHIVE).read_bytes()
+    results.archive(some_results, [])
+    assert (folder / results.ARCHIVE).read_bytes() == once
+
+
+def test_links_to_data_lead_to_their_pages(tmp_path):
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("an sdist has no results")
+    module("stage").stage(tmp_path)
+    page = (tmp_path / "docs" / "speed.md").read_text()
+    assert re.search(r"benchmarks/results/[\w-]+\.md\)", page)
+    assert not re.search(r"benchmarks/results/[\w-]+-model\.json\)", page)
+
+
+def test_every_exported_name_is_on_one_page_of_the_reference():
+    reference = module("reference")
+    text = "\n".join(reference.pages(ROOT).values())
+    listed = re.findall(r"^::: (liger[\w.]*)$", text, re.M)
+    packages = {module for _, module, _ in reference.PAGES.values()}
+    names = {f"{package}.{name}" for package in packages for name in reference.exported(ROOT, package)}
+    assert sorted(listed) == sorted(names | packages)
 
 
 def test_the_reference_lists_every_schema():
@@ -108,13 +200,23 @@ def test_every_public_name_is_in_the_reference(site):
 
 @pytest.mark.slow
 def test_a_reference_entry_has_shapes_errors_and_source(site):
-    page = (site / "api" / "liger" / "index.html").read_text()
+    page = (site / "api" / "liger_layers" / "index.html").read_text()
     entry = page.partition('id="liger.rms_norm"')[2].partition('id="liger.rms_norm_gated"')[0]
     for text in ("(..., H), float16", "Raises:", "RuntimeError", "<strong>Source:</strong>", "Returns:"):
         assert text in entry
     # A colon within the description of the results.
-    assert "(q, k) rotated: new tensors" in page
-    assert not re.search(r":(func|class|meth|mod):", page)
+    assert "(q, k) rotated: new tensors" in (site / "api" / "liger_rope" / "index.html").read_text()
+    for path in (site / "api").rglob("*.html"):
+        assert not re.search(r":(func|class|meth|mod):", path.read_text())
+
+
+@pytest.mark.slow
+def test_searches_lead_to_guides_before_lab_notes(site):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in entries}
+    assert not [place for place in boosts if place.startswith("benchmarks/")]
+    lab = {boost for place, boost in boosts.items() if place.startswith("docs/lab/")}
+    assert max(lab) < 1 < boosts["docs/patching/"] == boosts["docs/recipes/trl/"]
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ def test_make_targets_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'<img src="([^"]+)"', text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
@@ -171,5 +172,12 @@ def test_environment_variables_are_documented():
 
     documented = (ROOT / "docs/environment.md").read_text()
     for name in VARIABLES:
-        assert f"| `{name}` |" in README
+        assert f"| `{name}` |" in documented
         assert f"**`{name}`**" in documented
+
+
+def test_the_front_page_is_short():
+    assert len(README.splitlines()) <= 180
+    # Wider lines are cut by the column of the site.
+    code = re.findall(r"^```\w*\n(.*?)^```", README, re.M | re.S)
+    assert max(len(line) for block in code for line in block.splitlines()) <= 75

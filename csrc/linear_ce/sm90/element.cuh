@@ -10,7 +10,7 @@
 namespace liger::linear_ce {
 
 // bfloat16 has the exponent range of float32. float16 has 2^-24 to 65504, so exponentials and scaled rows are
-// multiplied by powers of two (docs/performance/fused_linear_ce_sm90.md, "float16").
+// multiplied by powers of two (docs/lab/fused_linear_ce.md, "float16").
 template <typename T>
 inline constexpr bool kSmallRange = std::is_same_v<T, __half>;
 

@@ -19,7 +19,7 @@ using sm90::kTileM;
 // Below this number of rows of a chunk the generic engine is faster where it may sum in bf16 (its float32 sum needs far
 // more memory).
 constexpr int64_t kMinRowsPerPass = 1024;
-// The cost of a chunk beyond its GEMMs, in rows whose GEMMs take as long (measured, docs/performance):
+// The cost of a chunk beyond its GEMMs, in rows whose GEMMs take as long (measured, docs/lab):
 // launches, and one more pass over the accumulated weight gradient, which the GEMMs hide only in part.
 constexpr double kLaunchRows = 4, kPassRows = 60;
 // The same for each logits GEMM of a slice: its launches and its tail effect (estimated).

@@ -243,7 +243,7 @@ def test_the_steps_have_the_arguments_of_the_ops():
 
 @pytest.mark.parametrize(("rows", "hidden"), [(8192, 2048), (16384, 2048), (8192, 4096), (16384, 4096)])
 def test_memory_of_a_device(rows, hidden):
-    """Beyond its inputs, no more than the whole head on one device takes; the sizes of docs/performance/heads.md."""
+    """Beyond its inputs, no more than the whole head on one device takes; the sizes of docs/lab/heads.md."""
     mib, vocab, world = 1 << 20, 128256, 2
 
     def bytes_of(classes, float32_sum):

@@ -1,6 +1,6 @@
 """The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in float16.
 
-docs/performance/fused_linear_ce_sm90.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The constants
+docs/lab/fused_linear_ce.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The constants
 are those of csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
 """
 

@@ -3,7 +3,7 @@
 A formula that is registered in Python serves every caller of an op, but on a small tensor the dispatcher takes longer
 to run it than the op itself takes. Plain eager calls therefore bypass the dispatcher and run the same formula directly
 (:func:`differentiable`, :func:`forbid_autograd`); all other calls go through the dispatcher.
-docs/performance/host_time.md has the figures.
+docs/lab/host_time.md has the figures.
 """
 
 import contextlib

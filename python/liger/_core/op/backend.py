@@ -9,7 +9,7 @@ Later changes of the variable have no effect; :func:`backend_report` warns of th
 
 The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
 ``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support: the compiled kernels, unless the
-build has none for a device (docs/performance/dispatch.md has measurements of both). An explicit backend that cannot
+build has none for a device (docs/lab/dispatch.md has measurements of both). An explicit backend that cannot
 serve an op of CUDA tensors raises; it is never replaced.
 """
 

@@ -1,7 +1,7 @@
 """The plan of tiled_mlp: its shards of tokens, the tokens whose gate and up are saved, and the memory of each shard.
 
 Pure functions of sizes, dtype and budget. Ranks with different numbers of tokens may get different plans, which is
-safe because shards do not communicate. docs/performance/tiled_mlp.md derives the numbers.
+safe because shards do not communicate. docs/lab/tiled_mlp.md derives the numbers.
 """
 
 import os
