@@ -1,4 +1,4 @@
-// Ops that are declared: two or more schemas and one line of shapes. The argument checks (host/declared.cpp), the fakes, the
+// Ops that are declared: two or more schemas and one line of shapes. The argument checks (host/checks/declared.cpp), the fakes, the
 // autograd formula, the DTensor rules, the vmap rule and the samples of the tests follow from the declaration.
 #pragma once
 

@@ -3,7 +3,7 @@
 //
 // Implementations are registered elsewhere: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,
 // plain torch, fakes and autograd in python/liger/ops/<op>.py, the ops of the planners in
-// linear_ce/planner_ops.cpp. An output that is not requested is returned as an empty tensor, so every op has
+// lm_head/planner_ops.cpp. An output that is not requested is returned as an empty tensor, so every op has
 // a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "declarations.h"
-#include "host/checks.h"
-#include "host/declared.h"
+#include "host/checks/checks.h"
+#include "host/checks/declared.h"
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger, m) {
@@ -154,14 +154,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // LIGER_MEMORY_BUDGET in bytes; 512 MiB if it is not set
   m.def("default_memory_budget() -> int");
   // How fused_linear_ce splits its rows into chunks: [chunk_rows, chunks, logits_bytes, accumulator_bytes].
-  // See csrc/linear_ce/planner.h
+  // See csrc/lm_head/planner.h
   m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
-  // see ChunkLayout in csrc/linear_ce/planner.h
+  // see ChunkLayout in csrc/lm_head/planner.h
   m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int logits_in, int stride, int elements, int accumulator_bytes, int prefetch_rows, int[] chunk_rows, int[] chunk_offsets)");
   // The plan of the wgmma engine of compute capability 9.0 for a device with so many active two-block clusters
   // (66: 132 SMs), in chunks that are multiples of group_rows; no chunks where the generic engine takes over.
-  // See LinearCePlan in csrc/linear_ce/sm90/planner.h
+  // See LinearCePlan in csrc/lm_head/sm90/planner.h
   m.def("plan_sizes_sm90() -> str[]");
   m.def("plan_split_k_sums_sm90(int rows, int hidden, int k_splits) -> int");
   m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_k_splits, int rows_in_grad_weight, int workspace_panel_bytes, int scale_bytes, int panel_offset)");

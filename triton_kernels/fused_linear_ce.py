@@ -16,7 +16,7 @@ from .common import require_dtype
 from .cross_entropy_rows import RowResults, Rule
 from .valid_rows import ValidRows
 
-# LogitsIn of csrc/linear_ce/planner.h.
+# LogitsIn of csrc/lm_head/planner.h.
 _IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
 
 

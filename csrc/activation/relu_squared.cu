@@ -2,8 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "host/dispatch.h"
-#include "host/elementwise.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/elementwise.h"
 
 namespace liger {
 namespace {

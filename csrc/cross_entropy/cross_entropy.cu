@@ -11,8 +11,8 @@
 
 #include "cross_entropy/cross_entropy.cuh"
 #include "device/integers.h"
-#include "host/check_parts.h"
-#include "host/dispatch.h"
+#include "host/checks/parts.h"
+#include "host/launch/dispatch.h"
 
 namespace liger {
 namespace {

@@ -5,8 +5,8 @@
 #include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/rows_smem.cuh"
 #include "device/integers.h"
-#include "host/dispatch.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/smem_row.h"
 
 namespace liger {
 namespace {

@@ -7,7 +7,7 @@
 // block-wide barrier is needed. In a full stage every lane has kVectors vectors; the last stage divides the
 // rest among all warps.
 //
-// A launch has one cluster per row, or persistent clusters that loop over rows (host/smem_row_launch.h). The
+// A launch has one cluster per row, or persistent clusters that loop over rows (host/launch/smem_row.h). The
 // kernels are the same: with one row per cluster the loop runs once and loads no next row.
 #pragma once
 

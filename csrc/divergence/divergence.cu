@@ -7,7 +7,7 @@
 #include "cross_entropy/cross_entropy.h"
 #include "device/integers.h"
 #include "divergence/divergence.h"
-#include "host/check_parts.h"
+#include "host/checks/parts.h"
 
 namespace liger {
 namespace {

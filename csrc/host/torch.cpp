@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include "host/capture.h"
+#include "host/launch/capture.h"
 
 namespace liger {
 namespace {

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "device/rows.cuh"
-#include "host/checks.h"
-#include "host/declared.h"
-#include "host/loaded_code.h"
+#include "host/checks/checks.h"
+#include "host/checks/declared.h"
+#include "host/launch/loaded_code.h"
 #include "host/nvtx.h"
 
 namespace liger {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "host/dispatch.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/smem_row.h"
 #include "host/torch.h"
 #include "norm/group_norm_smem.cuh"
 #include "norm/host.cuh"

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "device/vec.cuh"
-#include "host/check_parts.h"
-#include "host/dispatch.h"
+#include "host/checks/parts.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "norm/sum_partials.cuh"
 

@@ -8,7 +8,7 @@
 
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "host/shared_memory.h"
+#include "host/launch/shared_memory.h"
 #include "norm/backward_plan.cuh"
 
 namespace liger {

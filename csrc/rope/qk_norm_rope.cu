@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "host/dispatch.h"
-#include "host/shared_memory.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/shared_memory.h"
 #include "host/torch.h"
 #include "norm/host.cuh"
 #include "rope/host.h"

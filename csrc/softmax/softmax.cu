@@ -2,9 +2,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "host/dispatch.h"
-#include "host/elementwise.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/elementwise.h"
+#include "host/launch/smem_row.h"
 #include "softmax/smem.cuh"
 
 namespace liger {

@@ -1,6 +1,6 @@
 """The compiled steps of fused_linear_ce on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that overflow, first
+They have the arguments and the rules of csrc/lm_head/sm90/shards/fused_linear_ce.cu: references of rows, tiles that overflow, first
 rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are rounded to the
 dtype of the operands.
 """
@@ -14,7 +14,7 @@ from liger.distributed import _sm90_shards
 
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
 MOST_ROW_SUM = 2.0**60
-# kMostDistance of csrc/linear_ce/sm90/shard_rows.cuh.
+# kMostDistance of csrc/lm_head/sm90/shards/rows.cuh.
 MOST_DISTANCE = 40.0
 
 
