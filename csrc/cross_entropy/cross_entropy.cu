@@ -191,7 +191,7 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-// One call of cross_entropy_forward or cross_entropy_forward_, whose arguments were checked.
+// One call of cross_entropy_forward or cross_entropy_forward_ with checked arguments.
 class Forward {
  public:
   Forward(const char* op, const Tensor& logits, const CrossEntropyArguments& arguments,

@@ -46,7 +46,7 @@ template <typename T>
 void launch_stats(const char* op, const ce::Problem& p, const ce::StatsOutput& o, float* square_sum,
                   cudaStream_t stream) {
   const int64_t vectors = ceil_div(p.vocab, kVec<T>);
-  // Four vectors in flight per thread.
+  // Every thread has four vectors in flight.
   const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
   auto kernel = p.extras == 0 ? ce::stats_streamed<T, false> : ce::stats_streamed<T, true>;
   if (square_sum != nullptr)

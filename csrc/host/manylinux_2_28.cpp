@@ -1,5 +1,5 @@
-// What the headers of this compiler take from libstdc++ 6.0.26 to 6.0.29 and glibc 2.32, for systems that have older
-// ones. Built with LIGER_MANYLINUX_2_28 only; no symbol is exported.
+// What the headers of this compiler take from libstdc++ 6.0.26 to 6.0.29 and glibc 2.32, for systems that
+// have older ones. Built with LIGER_MANYLINUX_2_28 only; no symbol is exported.
 #include <new>
 #include <sstream>
 

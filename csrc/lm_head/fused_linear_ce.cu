@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                            .memory_budget = memory_budget ? *memory_budget : default_memory_budget(),
                            .device = device,
                            .stream = current_stream(input)};
-  const std::optional<LinearCePlan> plan = plan_sm90(call);
+  const std::optional<LinearCePlan> plan = plan_fused_linear_ce_sm90(call);
   const FusedLinearCeGradients gradients =
       plan ? fused_linear_ce_sm90(call, *plan) : fused_linear_ce_generic(call);
   results.reduce(kOp, options, used_denominator);

@@ -23,7 +23,7 @@ struct FusedLinearCe {
   static constexpr const char* kOp = "fused_linear_ce";
 };
 
-// Empty if not needed.
+// A gradient that is not needed is empty.
 struct FusedLinearCeGradients {
   Tensor input, weight, bias;
 };

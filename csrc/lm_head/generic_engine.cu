@@ -85,7 +85,7 @@ class ValidRows {
   int64_t count() const { return readback_.numbers()[0]; }
   int64_t leading_count() const { return readback_.numbers()[1]; }
 
-  // Copies `count` valid rows from the first-th one on out of a matrix with all rows.
+  // Copies `count` valid rows, starting with valid row `first`, from a matrix with all rows.
   void gather(const Matrix& all, int64_t columns, int64_t first, int64_t count, const Matrix& out) const {
     copy_rows(all, valid_rows::GatheredRows{index_, first}, count, columns, out, stream_);
   }
@@ -198,7 +198,8 @@ class GenericEngine {
             layout_.stride};
   }
 
-  // Memory for copied rows of the input: that of their gradient, or a buffer without one.
+  // Memory for copied rows of the input: the memory of their gradient, or a buffer if the gradient is not
+  // needed.
   Matrix rows_memory(int64_t first, int64_t count) {
     if (call_.need_grad_input) return from_row(matrix(grad_input_), first);
     if (!own_rows_ || own_rows_->size(0) < count) own_rows_ = empty({count, hidden_}, dtype_, call_.input);
@@ -240,7 +241,7 @@ class GenericEngine {
     if (call_.need_grad_bias) {
       add_column_sums(z, chunk.rows, vocab_, bias_sum_, first, last ? &grad_bias_ : nullptr, stream_);
     }
-    // Last, because it may overwrite the rows of the input.
+    // The input gradient comes last, because it may overwrite the rows of the input.
     if (call_.need_grad_input) {
       gemm_(chunk.rows, hidden_, vocab_, z, matrix(w_), 0.0f, from_row(matrix(grad_input_), chunk.first));
     }
@@ -273,7 +274,7 @@ class GenericEngine {
 
   void finish() {
     if (accumulates() && !in(LogitsIn::kGradWeight)) {
-      logits_.reset();  // returns its memory to the allocator before the gradient is allocated
+      logits_.reset();  // the allocator can reuse the memory for the gradient
       grad_weight_ = allocate(true, {vocab_, hidden_}, dtype_);
     }
     if (layout_.chunks.empty()) {

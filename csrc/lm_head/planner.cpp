@@ -12,15 +12,16 @@ namespace {
 
 constexpr int64_t kDefaultBudget = int64_t{512} << 20;
 
-// The prefetched GEMM takes at least 0.1 ms on the fastest GPUs: many times what the host needs to read a
-// number and launch the next kernels. With fewer rows the GEMM would be bound by the bytes of the weight.
+// The prefetched GEMM takes at least 0.1 ms on the fastest GPUs: many times the time that the host needs to
+// read a number and launch the next kernels. With fewer rows the GEMM would be bound by the bytes of the
+// weight.
 constexpr int64_t kPrefetchRows = 512;
 constexpr double kPrefetchFlops = 8e10;
 // Compacting costs four passes over the hidden states of valid rows, 8 H bytes per row at 4 TB/s; a skipped
-// row saves 6 H V FLOPs at 700 TFLOP/s. So it pays if skipped rows x V >= kRowCost x rows.
+// row saves 6 H V FLOPs at 700 TFLOP/s. Compacting therefore pays if skipped rows x V >= kRowCost x rows.
 constexpr int64_t kRowCost = 256;
 
-// Equal chunks of at most `most` rows: a short last one would run its GEMMs at a fraction of the speed.
+// Equal chunks of at most `most` rows: the GEMMs of a short last chunk would run at a fraction of the speed.
 int64_t equal_chunks(int64_t rows, int64_t most) {
   const int64_t equal = ceil_div(rows, ceil_div(rows, most));
   const int64_t whole_tiles = round_up(equal, kTileRows);
@@ -36,7 +37,7 @@ int64_t prefetch_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t firs
   return std::min(rows, first_chunk);
 }
 
-// Rows of the chunk that starts at this row, if its logits follow the rows of grad_input.
+// Number of rows of the chunk that starts at this row, if its logits follow the rows of grad_input.
 int64_t rows_that_fit(const ChunkProblem& p, const ChunkLayout& layout, int64_t first) {
   const int64_t left = p.rows - first;
   const int64_t fit = (layout.elements - first * p.hidden) / (p.hidden + layout.stride);
@@ -70,19 +71,20 @@ ChunkPlan cut_rows(const ChunkProblem& p) {
   if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
 
   const int64_t row_bytes = logits_row_bytes(p.vocab, p.element_size);
-  // Summing over chunks in float32 needs an accumulator besides a gradient of 2-byte elements.
+  // A float32 sum over chunks needs an accumulator in addition to a gradient of 2-byte elements.
   const bool needs_accumulator = p.need_grad_weight && p.exact_accumulation && p.element_size < 4;
   const int64_t accumulator = needs_accumulator ? 4 * p.vocab * p.hidden : 0;
 
   int64_t chunk = std::max<int64_t>(p.memory_budget / row_bytes, 1);
   if (chunk >= p.rows ||
       (needs_accumulator && p.rows * row_bytes <= std::max(p.memory_budget, accumulator))) {
-    // One chunk needs no accumulator; where its logits are no larger than that, it is also the smaller plan.
+    // One chunk needs no accumulator. If its logits are not larger than the accumulator, one chunk is also
+    // the smaller plan.
     return {p.rows, 1, p.rows * row_bytes, 0};
   }
   if (needs_accumulator) {
-    // The final gradient is not written before the last chunk: until then its memory can hold the logits.
-    // Where that is room for chunks of full speed, a budget above it would buy nothing.
+    // The final gradient is not written before the last chunk, so its memory can hold the logits until then.
+    // If that memory has room for chunks of full speed, a larger budget gains nothing.
     const int64_t rows_in_grad_weight = p.vocab * p.hidden * p.element_size / row_bytes;
     chunk =
         rows_in_grad_weight >= kFullSpeedRows ? rows_in_grad_weight : std::max(chunk, rows_in_grad_weight);

@@ -1,4 +1,4 @@
-// The planners as ops: for the code in Python that cuts chunks, for `liger plan`, and for tests.
+// The planners as ops: Python code that cuts chunks, `liger plan`, and tests call them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -58,7 +58,7 @@ std::string listed(const int (&values)[kCount]) {
   return text;
 }
 
-// "name=value" or "name=value,value", so that a constant can be added without a new schema.
+// The result is text ("name=value" or "name=value,value"), so a new constant needs no new schema.
 std::vector<std::string> plan_sizes_sm90_op() {
   const auto field = [](const char* name, int64_t value) {
     return std::string(name) + "=" + std::to_string(value);
@@ -85,8 +85,9 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
   check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
-  const std::optional<LinearCePlan> plan = plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight,
-                                                      exact_accumulation, budget, clusters, group_rows});
+  const std::optional<LinearCePlan> plan =
+      plan_chunks_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget,
+                        clusters, group_rows});
   if (!plan) return {};
   std::vector<int64_t> first, count, k_splits;
   for (const PlannedChunk& chunk : plan->chunks) {

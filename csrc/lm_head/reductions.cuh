@@ -9,7 +9,7 @@ inline constexpr int kColumnWarps = 8;
 inline constexpr int kRoundThreads = 256;
 
 // total[v] (+)= sum over rows of x[row, v], in a fixed order; the last call also writes it, rounded, to out.
-// x: rows of a multiple of 16 bytes, so that whole vectors may be read past the last column.
+// A row of x occupies a multiple of 16 bytes, so whole vectors may be read past the last column.
 // grid: ceil(columns / (32 * kVec)); block: (32, kColumnWarps).
 template <typename T>
 __global__ void __launch_bounds__(32 * kColumnWarps)

@@ -24,12 +24,12 @@ struct RowIndex {
   int32_t* count;     // the number of valid rows
 };
 
-// The rows of a batch that an index covers, in its order. All rows,
+// An index covers these rows of a batch, in this order: either all rows,
 struct AllRows {
   __device__ __forceinline__ int64_t row(int64_t i) const { return i; }
   __device__ __forceinline__ int32_t position(int at) const { return at; }
 };
-// or two ranges of `length` rows, the second one `gap` rows behind the first. Positions start at `offset`.
+// or two ranges of `length` rows with `gap` rows between them. Positions start at `offset`.
 struct RowRanges {
   int64_t first, length, gap;
   int offset;
@@ -38,7 +38,7 @@ struct RowRanges {
 };
 
 // Fills the index. One block; 16384 rows per iteration. reported: null, or two numbers in pinned host memory:
-// the number of valid rows, and of rows before the first ignored one.
+// the number of valid rows and the number of rows before the first ignored row.
 template <typename Index, typename Which>
 __global__ void __launch_bounds__(kIndexThreads)
     index_valid_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowIndex row_index,
@@ -117,8 +117,8 @@ __device__ __forceinline__ Vec<T, N> zero_vector() {
   return zero;
 }
 
-// Source rows of copy_rows(); negative: zeros. Rows of an index from `first` on, zeros beyond the count, so
-// that products with them are finite,
+// Source rows of copy_rows(); a negative row means zeros. The first choice: rows of an index from `first` on,
+// and zeros beyond the count, which keep products finite,
 struct GatheredRows {
   RowIndex row_index;
   int64_t first;
@@ -126,14 +126,14 @@ struct GatheredRows {
     return first + i < *row_index.count ? row_index.index[first + i] : -1;
   }
 };
-// rows at given positions, or the row itself without positions,
+// the second: rows at given positions, or the row itself without positions,
 struct PermutedRows {
   const int32_t* position;
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
     return position == nullptr ? i : position[i];
   }
 };
-// or the row itself unless it is ignored.
+// the third: the row itself unless it is ignored.
 struct MaskedRows {
   ce::Targets targets;
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
@@ -157,9 +157,9 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // Scatters the compacted rows at the start of x to their rows, in place; ignored rows become zeros.
 //
-// A block processes a column strip of `lanes` vectors from the last row to the first. The source of a row is
-// not above it, so no later iteration reads what this one writes; within an iteration all loads come before
-// all stores.
+// A block processes a column strip of `lanes` vectors from the last row to the first. The source of a row has
+// at most the index of the row, so no later iteration reads what this iteration writes; within an iteration
+// all loads precede all stores.
 template <typename T, int N>
 __global__ void __launch_bounds__(kExpandThreads)
     expand_rows(T* x, int64_t stride, const int32_t* position, int64_t rows, int vectors, int lanes) {
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kExpandThreads)
   }
 }
 
-// Per-row results of cross entropy, of the compacted rows and of all rows; null if not requested.
+// Per-row results of cross entropy, for the compacted rows or for all rows; null if not requested.
 struct Results {
   float *loss, *z_loss, *logprobs, *entropy;
   int64_t* predicted;
@@ -235,7 +235,7 @@ void with_targets(const ce::Targets& targets, Body&& body) {
 }
 
 inline unsigned row_threads(int64_t vectors) {
-  // At least two vectors per thread.
+  // Every thread gets at least two vectors.
   return static_cast<unsigned>(std::clamp<int64_t>((vectors + 63) / 64 * 32, 32, kRowThreads));
 }
 
@@ -269,7 +269,7 @@ inline void launch_gather_targets(const ce::Targets& targets, const float* token
   });
 }
 
-// rows: of out.
+// rows: number of rows of out.
 template <typename T, typename Source>
 void launch_copy_rows(const T* x, int64_t x_stride, const Source& source, int64_t rows, int64_t columns,
                       T* out, int64_t out_stride, cudaStream_t stream) {
@@ -287,7 +287,7 @@ void launch_expand_rows(T* x, int64_t stride, const int32_t* position, int64_t r
   if (rows == 0 || columns == 0) return;
   with_vectors(x, stride, x, stride, columns, [&](auto n) {
     const int64_t vectors = columns / n;
-    // At least 128 blocks, unless strips would be narrower than a 32-byte sector.
+    // The launch has at least 128 blocks unless strips would be narrower than a 32-byte sector.
     constexpr int kBytes = n * static_cast<int>(sizeof(T));
     int lanes = 32 / kBytes;
     while (lanes < 32 && vectors / (2 * lanes) >= 128) lanes *= 2;

@@ -126,7 +126,7 @@ def test_the_constants_are_those_of_the_kernels():
 
     assert constant("element.cuh", r"kSmallRange<T> \? (\d+) : 0") == float16_rule.OFFSET
     assert constant("element.cuh", r"kLargestSumExponent = (\d+)") == float16_rule.LARGEST_SUM_EXPONENT
-    assert constant("rows/float16_range.cuh", r"kMost = (\d+)") == float16_rule.MOST_SHIFT
+    assert constant("rows/float16_range.cuh", r"kMaxShift = (\d+)") == float16_rule.MOST_SHIFT
     threads = constant("epilogues/common.cuh", r"kRowThreads = (\d+)")
     assert threads // 32 * constant("rows/float16_range.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
     assert constant("sizes.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE

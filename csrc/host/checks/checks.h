@@ -1,4 +1,4 @@
-// Argument checks shared by every backend, so that all raise the same message: the CUDA ops call them
+// Argument checks shared by every backend, which all raise the same messages: the CUDA ops call them
 // directly, the Triton and torch backends through the liger::check_* ops. They read metadata only, never
 // data.
 #pragma once
@@ -61,7 +61,7 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);
-// For the op that writes the gradient of a divergence and a cross entropy to `gradient`, which may have a
+// Checks `gradient`, to which an op writes the gradient of a divergence and a cross entropy. It may have a
 // half type if the student is float32.
 void check_divergence_gradient(const std::string& op, const Tensor& student,
                                const std::optional<Tensor>& target, double temperature, double cross_entropy,
@@ -76,7 +76,7 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
                                    std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget);
 // For an op that writes the first `written` tensors: no element of these may share memory with another
-// element of the same tensor, nor with one of another tensor. All tensors are on one device.
+// element, of the same tensor or of another tensor. All tensors are on one device.
 void check_written(const std::string& op, const std::vector<std::string>& names,
                    const std::vector<Tensor>& tensors, int64_t written);
 using NamedTensor = std::pair<const char*, std::optional<Tensor>>;

@@ -11,7 +11,7 @@
 namespace liger {
 namespace {
 
-// --- the line of shapes -------------------------------------------------------------------------------------
+// --- the line of shapes ------------------------------------------------------------------------------------
 
 struct Shape {
   std::string like;               // the tensor that it has the shape and dtype of, or empty
@@ -129,7 +129,7 @@ const Rules& rules_of(const std::string& op) {
   return all.at(op);
 }
 
-// --- one call -----------------------------------------------------------------------------------------------
+// --- one call ----------------------------------------------------------------------------------------------
 
 class Check {
  public:
@@ -251,8 +251,8 @@ class Check {
     if (parameter_) return check_same_dtype(op_, name, tensor, parameter_name_, *parameter_);
     const ScalarType dtype = tensor.scalar_type();
     if (dtype != main_->scalar_type() && dtype != ScalarType::Float)
-      require(false, op_, ": ", name, " has dtype ", dtype_name(dtype), ", expected that of ", name_, ", ",
-              dtype_name(main_->scalar_type()), ", or float32");
+      require(false, op_, ": ", name, " has dtype ", dtype_name(dtype), ", expected the dtype of ", name_,
+              ", ", dtype_name(main_->scalar_type()), ", or float32");
     parameter_ = &tensor;
     parameter_name_ = name;
   }

@@ -1,5 +1,6 @@
-// Argument checks of declared ops, from the line of shapes of their declaration (declarations.h). The CUDA ops call
-// check_arguments directly; the Triton and torch backends through liger::check_arguments, with the same messages.
+// Argument checks of declared ops, from the line of shapes of their declaration (declarations.h). The CUDA
+// ops call check_arguments directly; the Triton and torch backends through liger::check_arguments, with the
+// same messages.
 #pragma once
 
 #include <optional>

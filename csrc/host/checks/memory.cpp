@@ -6,7 +6,7 @@
 namespace liger {
 namespace {
 
-// One dimension: the stride and the size of a tensor, and the size of another one with the same stride.
+// One dimension: its stride, its size in one tensor, and its size in another tensor with the same stride.
 struct Step {
   int64_t stride, size, other_size;
 };
@@ -18,8 +18,8 @@ int64_t memory_extent(const Tensor& tensor) {
   return span;
 }
 
-// False if every stride is at least the extent of all dimensions with smaller strides, so that no two
-// elements have one address.
+// False if every stride is at least the extent of all dimensions with smaller strides, in which case no two
+// elements share an address.
 bool overlaps_itself(const Tensor& tensor) {
   std::vector<Step> steps;
   for (int64_t d = 0; d < tensor.dim(); ++d) {

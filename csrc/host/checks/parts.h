@@ -1,4 +1,4 @@
-// Elementary checks that the checks of the ops share.
+// Elementary checks for the checks of the ops.
 #pragma once
 
 #include "host/checks/checks.h"
@@ -8,7 +8,7 @@ namespace liger {
 // Numbers that kernels take: float32 numbers, and divisors whose reciprocal does not overflow.
 bool in_float32(double value);
 bool is_positive_float32(double value);
-// For a message: what is wrong with a finite number of another type; else nothing.
+// Text for a message: the reason why a finite number of another type is out of range; else empty.
 std::string float32_range(double value);
 
 void check_floating(const std::string& op, const char* name, const Tensor& tensor);

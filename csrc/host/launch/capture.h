@@ -1,4 +1,4 @@
-// What host code may do while another thread captures a CUDA graph.
+// Host calls that are legal while another thread captures a CUDA graph.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,8 +6,8 @@
 namespace liger {
 
 // During a capture in global mode, which torch uses, cudaMalloc or an event wait of another thread fails and
-// invalidates the capture, unless that thread is in relaxed mode. Only for work that touches no captured
-// stream.
+// invalidates the capture, unless that thread is in relaxed mode. Use it only for work that touches no
+// captured stream.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

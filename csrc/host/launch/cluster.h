@@ -1,4 +1,4 @@
-// Launches of kernels whose blocks form thread-block clusters and use most of the shared memory.
+// Launches of kernels with thread-block clusters that use most of the shared memory.
 #pragma once
 
 #include "host/launch/shared_memory.h"

@@ -10,7 +10,7 @@ struct LoadedCode {
   bool sm90a;        // compiled for sm_90a, which has wgmma
 };
 
-// Of the current device.
+// Returns the loaded code of the current device.
 LoadedCode loaded_code();
 
 }  // namespace liger

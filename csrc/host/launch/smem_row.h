@@ -1,4 +1,4 @@
-// Chooses and runs the launch of a kernel whose rows are staged in shared memory (device/smem_rows.cuh).
+// Chooses and runs the launch of a kernel that stages rows in shared memory (device/smem_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 namespace liger {
 
-// How many clusters a launch has.
+// The number of clusters of a launch.
 enum class Grid {
   kClusterPerRow,  // the other blocks of an SM hide the latency of a row, and the hardware balances the rows
   kPersistent,     // the active ones; each loops over rows and loads the next row early
 };
 
 // Takes the candidate with the highest SM utilisation: clusters need SMs of one GPC, so some cluster sizes
-// leave SMs idle. Candidates behind one that leaves few idle are not considered: a larger cluster has smaller
-// slices and synchronises more blocks. Only the device and the row length enter the choice, so a row has the same bits in any
-// batch. Arguments: the kernel's parameters before its plan.
+// leave SMs idle. Candidates after one that leaves few SMs idle are not considered: a larger cluster has
+// smaller slices and synchronises more blocks. Only the device and the row length enter the choice, so a row
+// has the same bits in any batch. Arguments: the kernel's parameters before its plan.
 template <typename... Arguments>
 class SmemRowLaunch {
  public:
@@ -29,7 +29,8 @@ class SmemRowLaunch {
       : op_(op), row_vectors_(row_vectors), device_(device), part_bytes_(part_bytes) {}
 
   // Adds the kernel of a SmemRowShape with the smallest cluster in [fewest, most] whose shared memory
-  // holds a row, and with the next larger one that does. At equal utilisation the earlier candidate is kept.
+  // holds a row, and with the next larger cluster that holds it. At equal utilisation the earlier candidate
+  // is kept.
   template <typename Shape>
   void add_candidate(Kernel kernel, Grid grid, int fewest = 1, int most = kPortableCluster) {
     const int block_slots = device_.sm_count * Shape::kBlocksPerSm;

@@ -1,4 +1,4 @@
-// The 16-bit type of operands and results, bfloat16 or float16: conversions, and what follows from its range.
+// The 16-bit type of operands and results, bfloat16 or float16: conversions, and constants of its range.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,20 +9,32 @@
 
 namespace liger::lm_head {
 
+// An element, bfloat16 or float16; host code knows the type only at run time. Kernels take pointers from
+// elements_of<T>().
+struct Element16 {
+  uint16_t bits;
+};
+template <typename T>
+__host__ __device__ __forceinline__ T* elements_of(Element16* memory) {
+  static_assert(sizeof(T) == sizeof(Element16));
+  return reinterpret_cast<T*>(memory);
+}
+
 // bfloat16 has the exponent range of float32. float16 has 2^-24 to 65504, so exponentials and scaled rows are
 // multiplied by powers of two (docs/performance/fused_linear_ce_sm90.md, "float16").
 template <typename T>
 inline constexpr bool kSmallRange = std::is_same_v<T, __half>;
 
-// Exponentials are stored times 2^kOffset, so that smaller ones are preserved: from 2^-25 / 2^kOffset on. With a
-// smaller offset fewer rows reach the upper end.
+// Exponentials are stored times 2^kOffset, which preserves small ones, down to 2^-25 / 2^kOffset. A smaller
+// offset would let fewer rows reach the upper end of the range.
 template <typename T>
 inline constexpr int kOffset = kSmallRange<T> ? 2 : 0;
 
-// What one row of exponentials may sum to, per tile, before it is shifted down. Twice as much still is finite.
+// A row is shifted down if its exponentials in one tile sum to 2^kLargestSumExponent or more. Twice that sum
+// is still finite.
 inline constexpr int kLargestSumExponent = 15;
 
-// Two elements in a word, the first one in its lower half.
+// Packs two elements into a word, the first into its lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   uint32_t word;
@@ -50,7 +62,7 @@ __device__ __forceinline__ float high_of(uint32_t pair) {
   }
 }
 
-// Eight elements times a factor.
+// Multiplies eight elements by a factor.
 template <typename T>
 __device__ __forceinline__ uint4 scaled_elements(uint4 v, float factor) {
 #pragma unroll
@@ -87,18 +99,18 @@ __device__ __forceinline__ int exponent_of(float x) {
   return static_cast<int>(__float_as_uint(x) >> 23 & 0xff) - 127;
 }
 
-// What float16 needs to know of the rows of a chunk; all null with bfloat16. Where a row is shifted, exponentials are
-// stored times 2^-shift.
+// Per-row data that only float16 needs, for a chunk; all null with bfloat16. The exponentials of a shifted
+// row are stored times 2^-shift.
 struct RangeRows {
   float* reference;            // over the temperature; a lower bound of the logarithm of the sum
-  float* largest;              // absolute value in the row of the input
-  int* shift;                  // the largest one of the row so far
+  float* largest;              // largest absolute value in the row of the input
+  int* shift;                  // largest shift of the row so far
   unsigned char* tile_shifts;  // (rows, column tiles)
   uint32_t* largest_scaled;    // bits of the largest absolute value in all rows times their scales
 };
 
-// The exponent of the power of two by which numbers are multiplied before they are rounded to float16, so that the
-// largest absolute value is between 2^14 and 2^15. 0 if that is an infinity or NaN.
+// Before numbers are rounded to float16, they are multiplied by 2^unit_exponent(largest), which brings the
+// largest absolute value between 2^14 and 2^15. The exponent is 0 if `largest` is infinite or NaN.
 __device__ __forceinline__ int unit_exponent(float largest) {
   const int exponent = exponent_of(largest);
   return exponent > 127 ? 0 : min(14 - exponent, 100);

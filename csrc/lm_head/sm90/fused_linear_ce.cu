@@ -5,9 +5,9 @@
 namespace liger {
 namespace {
 
-using lm_head::Bf16;
+using lm_head::Element16;
 
-constexpr float kMostSmoothing = 0.5f;
+constexpr float kMaxSmoothing = 0.5f;
 
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
@@ -27,11 +27,11 @@ Tensor first_rows(Tensor matrix, int64_t rows) {
   return torch::stable::narrow(matrix, 0, 0, rows);
 }
 
-Bf16* row_at(const Tensor& matrix, int64_t row) {
-  return static_cast<Bf16*>(matrix.mutable_data_ptr()) + row * matrix.size(1);
+Element16* row_at(const Tensor& matrix, int64_t row) {
+  return static_cast<Element16*>(matrix.mutable_data_ptr()) + row * matrix.size(1);
 }
 
-// Float32 elements of LogitTerms.
+// Numbers of float32 elements in the buffers of LogitTerms.
 struct TermElements {
   explicit TermElements(const FusedLinearCe& call)
       : bias(call.bias ? round_up(call.weight.size(0), int64_t{sm90::kTileN}) : 0),
@@ -46,8 +46,8 @@ struct TermElements {
   static bool smoothing(const FusedLinearCe& call) { return problem_of(call).extras & ce::kSmoothing; }
 };
 
-// memory: TermElements::total(), which the caller keeps until the last launch. T: the type of the elements. Also sets the
-// offset of the problem.
+// memory: TermElements::total() elements; the caller keeps it until the last launch. T: the type of the
+// elements. Also sets the offset of the problem.
 template <typename T>
 lm_head::LogitTerms logit_terms(const FusedLinearCe& call, lm_head::Batch& batch, const Tensor& memory,
                                 const Tensor& grad_bias) {
@@ -63,7 +63,7 @@ lm_head::LogitTerms logit_terms(const FusedLinearCe& call, lm_head::Batch& batch
   float* const bias = take(elements.bias);
   terms.transform = {bias, problem.extras & ce::kSoftcap ? problem.softcap : 0.0f};
   terms.grad_bias_sum = take(elements.grad_bias);
-  terms.grad_bias = call.need_grad_bias ? static_cast<Bf16*>(grad_bias.mutable_data_ptr()) : nullptr;
+  terms.grad_bias = call.need_grad_bias ? static_cast<Element16*>(grad_bias.mutable_data_ptr()) : nullptr;
   float* const class_sum = take(elements.hidden);
   terms.class_sum = class_sum;
   terms.row_sum = take(elements.hidden);
@@ -91,13 +91,13 @@ lm_head::LogitTerms logit_terms(const FusedLinearCe& call, lm_head::Batch& batch
 
 }  // namespace
 
-std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
+std::optional<LinearCePlan> plan_fused_linear_ce_sm90(const FusedLinearCe& call) {
   const unsigned extras = problem_of(call).extras;
-  // The sum of a row's logits, which label smoothing needs, is not linear in the input with a softcap. With
-  // strong smoothing the gradient is a small difference of probabilities and class weights, in which the
-  // rounding of the exponentials shows.
+  // Label smoothing needs the sum of a row's logits, which is not linear in the input if there is a softcap.
+  // With strong smoothing the gradient is a small difference between probabilities and class weights, and the
+  // rounding of the exponentials would dominate it.
   const bool unsupported = (extras & ce::kSmoothing) &&
-                           ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMostSmoothing);
+                           ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMaxSmoothing);
   const bool half = call.input.scalar_type() == ScalarType::Half;
   if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
   return lm_head::plan_on_device(
@@ -133,18 +133,19 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   const Tensor grad_bias = call.need_grad_bias ? empty({vocab}, input.scalar_type(), input)
                                                : no_tensor(input.scalar_type(), input);
   batch.terms = batch.is_float16() ? logit_terms<__half>(call, batch, term_memory, grad_bias)
-                                   : logit_terms<Bf16>(call, batch, term_memory, grad_bias);
+                                   : logit_terms<__nv_bfloat16>(call, batch, term_memory, grad_bias);
   const Tensor panel_workspace = bytes(lm_head::panel_workspace_bytes(batch, plan), input);
   const Tensor class_one_hot =
       bytes(batch.need_class_one_hot() ? lm_head::class_one_hot_bytes(batch) : 0, input);
   const Tensor panel_read_counts = empty({plan.rows_in_grad_weight > 0 ? panels : 0}, ScalarType::Int, input);
   const lm_head::GradWeightBuffers grad_weight{
-      static_cast<Bf16*>(weight_memory.mutable_data_ptr()),
+      static_cast<Element16*>(weight_memory.mutable_data_ptr()),
       static_cast<unsigned char*>(panel_workspace.mutable_data_ptr()),
       static_cast<lm_head::OneHot*>(class_one_hot.mutable_data_ptr()),
       static_cast<int*>(panel_read_counts.mutable_data_ptr())};
 
-  // The buffers of a chunk use memory of a gradient that is not written yet, else their own.
+  // The buffers of a chunk use the memory of a gradient that is not written yet, or an allocation of their
+  // own.
   std::optional<Tensor> own;
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const PlannedChunk& chunk = plan.chunks[i];
@@ -164,7 +165,7 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
       }
       workspace.emplace(*own, 0);
     }
-    Bf16* const grad_rows = call.need_grad_input ? row_at(grad_input, chunk.first) : nullptr;
+    Element16* const grad_rows = call.need_grad_input ? row_at(grad_input, chunk.first) : nullptr;
     const lm_head::ChunkBuffers buffers =
         lm_head::ChunkBuffers::allocate(batch, chunk, separate_rows ? nullptr : grad_rows, *workspace);
     const lm_head::Chunk work(batch, plan, i, chunk, buffers, grad_weight, grad_rows);

@@ -16,26 +16,27 @@ using sm90::kPanel;
 using sm90::kTileK;
 using sm90::kTileM;
 
-// Below this number of rows of a chunk the generic engine is faster where it may sum in bf16 (its float32 sum needs far
+// If the generic engine may sum in bf16, it is faster than chunks with fewer rows (its float32 sum needs far
 // more memory).
 constexpr int64_t kMinRowsPerPass = 1024;
-// The cost of a chunk beyond its GEMMs, in rows whose GEMMs take as long (measured, docs/performance):
-// launches, and one more pass over the accumulated weight gradient, which the GEMMs hide only in part.
+// The cost of a chunk beyond its GEMMs, in rows with GEMMs of the same time (measured, docs/performance):
+// launches, and another pass over the accumulated weight gradient, which the GEMMs hide only in part.
 constexpr double kLaunchRows = 4, kPassRows = 60;
-// The same for each logits GEMM of a slice: its launches and its tail effect (estimated).
+// The cost of each logits GEMM of a slice, in the same unit: its launches and its tail effect (estimated).
 constexpr double kSliceRows = 12;
-// 16-bit rows that a row of float32 logits takes.
+// A row of float32 logits occupies as much memory as this many 16-bit rows.
 constexpr int64_t kRowsPerFloatLogits = 2;
-// Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
-// from waiting for tiles that start later; the other two hide that blocks are not equally fast.
+// Number of panels between a panel that is read and the panel that may be written at the same time. Two would
+// keep blocks from waiting for tiles that start later; the other two hide differences in the speed of blocks.
 constexpr int64_t kPanelOffset = 4;
-// Splits of the input gradient, and the part of the budget by which their sums may exceed it with the exponentials.
-constexpr int64_t kMostSplits = 24, kExcessShare = 16;
-// The cost of each further split, as a part of the GEMM's time: its epilogue, and the traffic of the float32 sums, which
-// is divided by the number of classes.
+// Maximum number of splits of the input gradient. Exponentials and split sums together may exceed the budget
+// by budget / kExcessShare.
+constexpr int64_t kMaxSplits = 24, kExcessShare = 16;
+// The cost of each further split, as a fraction of the GEMM's time: its epilogue, and the traffic of the
+// float32 sums, which is divided by the number of classes.
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
-// The relative gain in utilisation for which more splits pay, given the memory of their sums.
-constexpr double kLeastGain = 0.025;
+// More splits must gain this much in utilisation, relative, to justify the memory of their sums.
+constexpr double kMinGain = 0.025;
 
 // Estimated times, in rows of one GEMM at full utilisation.
 class CostModel {
@@ -44,9 +45,9 @@ class CostModel {
 
   struct SplitK {
     int64_t k_splits;
-    double utilisation;  // of the SMs by the GEMM of the input gradient
+    double utilisation;  // of the SMs, by the GEMM of the input gradient
   };
-  // room: bytes for the sums.
+  // room: bytes available for the sums.
   SplitK split_k(int64_t rows, int64_t room) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
@@ -55,14 +56,14 @@ class CostModel {
     const double useful = static_cast<double>(rows) / (2 * kTileM) * p_.hidden / width;
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
-    const bool fit = 4 * sm90::split_k_sums(rows, p_.hidden, kMostSplits) <= room;
-    const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
-    // With whole waves; what even those cannot pay for ends the search.
-    const double least = static_cast<double>(row_pairs * columns) / useful;
-    for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
+    const bool fit = 4 * sm90::split_k_sums(rows, p_.hidden, kMaxSplits) <= room;
+    const int64_t max_splits = fit ? std::min(kMaxSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
+    // The time with whole waves. The search ends where even this time is too long.
+    const double min_time = static_cast<double>(row_pairs * columns) / useful;
+    for (int64_t k_splits = 1; k_splits <= max_splits; ++k_splits) {
       const double cost = penalty * static_cast<double>(k_splits - 1);
-      const double wanted = best.utilisation * (1.0 + kLeastGain);
-      if ((least + cost) * wanted >= 1.0) break;
+      const double wanted = best.utilisation * (1.0 + kMinGain);
+      if ((min_time + cost) * wanted >= 1.0) break;
       const int64_t jobs = row_pairs * columns * k_splits;
       const double waves = static_cast<double>(ceil_div(jobs, p_.clusters));
       const double time =
@@ -79,14 +80,14 @@ class CostModel {
     return waves * p_.clusters * 2 * kTileM / columns;
   }
 
-  // A chunk whose logits cost as much.
+  // The cost of a chunk with this cost of its logits.
   double chunk(int64_t rows, double logits, SplitK split) const {
     const double input = p_.need_grad_input ? static_cast<double>(rows) / split.utilisation : 0.0;
     const double weight = p_.need_grad_weight ? static_cast<double>(rows) : 0.0;
     return kLaunchRows + (logits + weight + input) / 3;
   }
 
-  // Another chunk's pass over the accumulated weight gradient.
+  // The cost of another chunk's pass over the accumulated weight gradient.
   double pass() const { return p_.need_grad_weight ? kPassRows : 0.0; }
 
  private:
@@ -97,7 +98,7 @@ bool supported(const LinearCeProblem& p) {
   return p.rows >= kMinRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kHiddenUnit == 0;
 }
 
-// Chunks are multiples of this: of a tile, or of a group.
+// Chunks are multiples of a tile or of a group.
 int64_t granularity(const LinearCeProblem& p) {
   return p.group_rows == 1 ? int64_t{kTileM} : p.group_rows;
 }
@@ -107,8 +108,9 @@ int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
   return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden, sm90::grad_weight_columns(p.hidden)) : 0;
 }
 
-// A plan of fused_linear_ce: sizes, and the costs of its chunks. The budget is for the exponentials of a chunk in the
-// panel workspace; sums and other numbers per row, per class and per tile are beside it (1 to 2 %).
+// A plan of fused_linear_ce: sizes, and the costs of its chunks. The budget is for the exponentials of a
+// chunk in the panel workspace; sums and other numbers per row, per class and per tile come on top (1 to 2
+// %).
 class ChunkSearch {
  public:
   explicit ChunkSearch(const LinearCeProblem& problem)
@@ -126,24 +128,25 @@ class ChunkSearch {
   // Rows of exponentials that fit the budget, in whole tiles.
   int64_t fitting() const { return p_.memory_budget / row_bytes_ / kTileM * kTileM; }
   bool fits_one_chunk() const { return beside_grad_weight(p_.rows) * row_bytes_ <= p_.memory_budget; }
-  // Of the first chunk, what is not in the memory of the weight gradient.
+  // Rows of the first chunk that do not fit in the memory of the weight gradient.
   int64_t beside_grad_weight(int64_t first_rows) const {
     return std::max<int64_t>(first_rows - rows_in_grad_weight_, 0);
   }
   CostModel::SplitK split_k(int64_t rows, bool is_first) const {
     const int64_t exponentials = (is_first ? beside_grad_weight(rows) : rows) * row_bytes_;
-    // Any budget of 64 bits is allowed, also one whose sixteenth would overflow the sum.
+    // Any 64-bit budget is allowed; without the limit the sum below could overflow.
     const int64_t budget = std::min(p_.memory_budget, int64_t{1} << 62);
     return model_.split_k(rows, budget + budget / kExcessShare - exponentials);
   }
 
-  // The cheapest first chunk and others of up to `most` rows: equal ones, or full ones and what is left. A few dozen
-  // candidates for each size: enough to reach whole waves, and the search takes microseconds.
-  Candidate cheapest(int64_t most) const {
+  // Searches the cheapest first chunk and further chunks of up to `max_rows` rows: equal chunks, or full
+  // chunks and a rest. A few dozen candidates for each size suffice to reach whole waves, and the search
+  // takes microseconds.
+  Candidate cheapest(int64_t max_rows) const {
     const auto step = [&](int64_t size) { return round_up(std::max<int64_t>(size / 64, 1), unit_); };
-    double least = 1e300;
-    Candidate best{most, most};
-    for (int64_t rows = most; rows >= std::max(most / 2, unit_); rows -= step(most)) {
+    double min_cost = 1e300;
+    Candidate best{max_rows, max_rows};
+    for (int64_t rows = max_rows; rows >= std::max(max_rows / 2, unit_); rows -= step(max_rows)) {
       const int64_t room = std::min(rows_in_grad_weight_ + rows, p_.rows);
       for (int64_t first = room / unit_ * unit_; first >= std::max(room / 2, unit_); first -= step(room)) {
         const double of_first = cost(first, true);
@@ -157,7 +160,7 @@ class ChunkSearch {
             total += static_cast<double>(chunks) * model_.pass() + static_cast<double>(chunks - 1) * of_one +
                      of_rest;
           }
-          if (total < least - 1e-9) least = total, best = {first, size};
+          if (total < min_cost - 1e-9) min_cost = total, best = {first, size};
         };
         const int64_t equal = chunks > 0 ? round_up(ceil_div(left, chunks), unit_) : 0;
         consider(equal);
@@ -171,7 +174,7 @@ class ChunkSearch {
   double cost(int64_t rows, bool is_first) const {
     return rows > 0 ? model_.chunk(rows, model_.logits(rows), split_k(rows, is_first)) : 0.0;
   }
-  // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
+  // The gathered rows of the first chunk use the memory of later input gradients, or their own memory.
   bool has_room_for_rows(int64_t first, int64_t chunk_rows) const {
     const bool own_rows = rows_in_grad_weight_ > 0 && (!p_.need_grad_input || 2 * first > p_.rows);
     if (!own_rows || first <= unit_) return true;
@@ -183,10 +186,6 @@ class ChunkSearch {
   const CostModel model_;
   const int64_t unit_, row_bytes_, rows_in_grad_weight_;
 };
-
-}  // namespace
-
-namespace {
 
 std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
@@ -212,8 +211,8 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   plan.rows_in_grad_weight = std::min(search.rows_in_grad_weight(), best.first_rows);
   plan.scale_bytes = scale_bytes(p, kPanel);
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
-  // The block scales of the first chunk overwrite exponentials that were read before, if those are stored
-  // panel_offset panels behind; else they need their own memory.
+  // The block scales of the first chunk overwrite exponentials that were read before, if the exponentials are
+  // stored panel_offset panels further; otherwise the scales need their own memory.
   const int64_t first_scale_bytes = plan.rows_in_grad_weight > 0 ? 0 : plan.scale_bytes;
   plan.workspace_panel_bytes =
       std::max(plan.scale_bytes + panel_bytes(best.chunk_rows),
@@ -241,7 +240,7 @@ std::string text_of(const LinearCeProblem& p, const LinearCePlan& plan) {
 
 }  // namespace
 
-std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
+std::optional<LinearCePlan> plan_chunks_sm90(const LinearCeProblem& p) {
   const std::optional<LinearCePlan> plan = cut_rows(p);
   if (plan && logs_plans()) log_plan(text_of(p, *plan));
   return plan;
@@ -287,13 +286,13 @@ class LinearBackwardPlanner {
         aux_rows_(aux_rows),
         model_(problem),
         row_bytes_(problem.vocab * 2),
-        // Less the constants of rows and classes.
+        // The per-row and per-class buffers are subtracted from the budget.
         budget_(problem.memory_budget - 8 * std::max(problem.vocab, problem.rows)),
         unit_(granularity(problem)),
-        most_(round_up(problem.rows, unit_)) {}
+        max_rows_(round_up(problem.rows, unit_)) {}
 
   std::optional<LinearBackwardPlan> equal_chunks() {
-    for (int64_t size = unit_; size <= most_; size += unit_) {
+    for (int64_t size = unit_; size <= max_rows_; size += unit_) {
       const int64_t rows = std::min(size, p_.rows), left = bytes_left(rows);
       if (left < 0) break;
       const int64_t k_splits = split_k(rows).k_splits;
@@ -304,12 +303,12 @@ class LinearBackwardPlanner {
     return best_;
   }
 
-  // A longer first chunk, whose auxiliary logits use the memory of the weight gradient.
+  // Tries a longer first chunk with auxiliary logits in the memory of the weight gradient.
   std::optional<LinearBackwardPlan> longer_first_chunk() {
     const LinearBackwardPlan even = *best_;
     const int64_t slice = p_.hidden / aux_rows_ / kTileM * kTileM;
     if (slice < kMinRows) return best_;
-    for (int64_t size = round_up(even.chunk_rows + 1, unit_); size <= most_; size += unit_) {
+    for (int64_t size = round_up(even.chunk_rows + 1, unit_); size <= max_rows_; size += unit_) {
       const int64_t first = std::min(size, p_.rows);
       if (bytes_left(first) < 0) break;
       const int64_t k_splits = split_k(first).k_splits;
@@ -327,7 +326,7 @@ class LinearBackwardPlanner {
   // Its sums reuse the memory of the auxiliary logits.
   CostModel::SplitK split_k(int64_t rows) const { return model_.split_k(rows, bytes_left(rows)); }
 
-  // Equal slices of a chunk; 0 if the memory left is too small for one.
+  // Rows of equal slices of a chunk; 0 if the remaining memory is too small for a slice.
   int64_t slice_rows(int64_t rows, int64_t left) const {
     if (aux_rows_ == 0) return rows;
     const int64_t slice = std::min(left / (aux_rows_ * row_bytes_) / kTileM * kTileM, rows);
@@ -340,7 +339,7 @@ class LinearBackwardPlanner {
     const double logits = aux_rows_ == 0 ? model_.logits(rows) : gemms * (kSliceRows + model_.logits(slice));
     return model_.chunk(rows, logits, split_k(rows));
   }
-  // Rows in equal chunks, of which the last one may be shorter.
+  // The cost of rows in equal chunks; the last chunk may be shorter.
   double cost_of_all(int64_t rows, int64_t chunk_rows, int64_t slice) const {
     const int64_t chunks = ceil_div(rows, chunk_rows);
     if (chunks == 0) return 0.0;
@@ -350,14 +349,14 @@ class LinearBackwardPlanner {
   }
 
   void consider(double cost, const LinearBackwardPlan& plan) {
-    if (cost < least_ - 1e-9) least_ = cost, best_ = plan;
+    if (cost < min_cost_ - 1e-9) min_cost_ = cost, best_ = plan;
   }
 
   const LinearCeProblem& p_;
   const int64_t aux_rows_;
   const CostModel model_;
-  const int64_t row_bytes_, budget_, unit_, most_;
-  double least_ = 1e300;
+  const int64_t row_bytes_, budget_, unit_, max_rows_;
+  double min_cost_ = 1e300;
   std::optional<LinearBackwardPlan> best_;
 };
 

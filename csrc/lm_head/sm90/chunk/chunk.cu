@@ -4,27 +4,28 @@
 #include <climits>
 
 #include "lm_head/planner.h"
-#include "lm_head/sm90/chunk/step.h"
+#include "lm_head/sm90/chunk/select_kernel.h"
+#include "lm_head/sm90/epilogues/grad_input.cuh"
 #include "lm_head/sm90/epilogues/grad_weight.cuh"
 #include "lm_head/sm90/gemm/launch.cuh"
-#include "lm_head/sm90/rows/rows.cuh"
+#include "lm_head/sm90/rows/apply_rule.cuh"
 
 namespace liger::lm_head {
 namespace {
 
 constexpr const char* kOp = kGemmOp;
 
-// Per-row results of rows whose target is ignored.
+// Writes the results of rows with an ignored target.
 __global__ void __launch_bounds__(valid_rows::kRowThreads)
     write_ignored_rows(const ce::Problem problem, const int32_t* position) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * valid_rows::kRowThreads + threadIdx.x;
   if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
 }
 
-// The scales of the rows as operand B of the tensor cores, (kScaleColumns, stride): in the first two columns a scale and what
-// bfloat16 rounds off it, zeros in the others, and beyond the last row.
+// The scales of the rows as operand B of the tensor cores, (kScaleColumns, stride): the first column has the
+// scale in bfloat16, the second its rounding error; the other columns, and rows beyond the last, are zeros.
 constexpr int kScaleColumns = sm90::kSecondColumns;
-// TMA takes strides that are multiples of 16 bytes.
+// TMA requires strides that are multiples of 16 bytes.
 int64_t split_scale_stride(int64_t rows) {
   return round_up(rows, int64_t{sm90::kTileK});
 }
@@ -37,12 +38,12 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int column = 0; column < kScaleColumns; ++column) split[column * stride + row] = __nv_bfloat16{};
   split[row] = rounded;
-  // Not of an infinite scale, of which it would be NaN.
+  // inf - inf is NaN, so an infinite scale has no remainder.
   const float rest = exact - __bfloat162float(rounded);
   split[stride + row] = __float2bfloat16_rn(isfinite(rest) ? rest : 0.0f);
 }
 
-// Of GradWeightEpilogue, with tiles of so many columns.
+// Divides by the number of 16-byte vectors of a row in the last column tile of GradWeightEpilogue.
 FastDivide last_vectors(int64_t hidden, int64_t columns) {
   const int64_t last = hidden - (ceil_div(hidden, columns) - 1) * columns;
   return FastDivide(static_cast<uint32_t>(last / 8));
@@ -55,14 +56,13 @@ bool runs_on(LinearCeProblem& problem, int device) {
       !wgmma_engine_allowed()) {
     return false;
   }
-  // The caller may have no tensor, and attributes of kernels are those of the current device.
+  // Kernel attributes belong to the current device, and the caller may have no tensor that has set it.
   const DeviceGuard guard(device);
-  problem.clusters = resident_clusters<GradInputEpilogue<Bf16, false, sm90::kTileN>>(device);
+  problem.clusters = resident_clusters<GradInputEpilogue<__nv_bfloat16, false, sm90::kTileN>>(device);
   return true;
 }
 
-// Calls visit(pointer, count) for every buffer of a chunk: the one list for their size and for their
-// allocation.
+// Calls visit(pointer, count) for every buffer of a chunk: sizes and allocations follow from this one list.
 template <typename Visit>
 void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& chunk, bool separate_rows,
                      const Visit& visit) {
@@ -106,7 +106,7 @@ int64_t ChunkBuffers::bytes(const Batch& batch, const PlannedChunk& chunk, bool 
   return bytes;
 }
 
-ChunkBuffers ChunkBuffers::allocate(const Batch& batch, const PlannedChunk& chunk, Bf16* rows,
+ChunkBuffers ChunkBuffers::allocate(const Batch& batch, const PlannedChunk& chunk, Element16* rows,
                                     Workspace& workspace) {
   ChunkBuffers buffers{};
   buffers.input = rows;
@@ -137,15 +137,16 @@ void index_valid_rows(Batch& batch, int32_t* memory) {
   check_launch(kOp);
 }
 
-void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input) {
-  valid_rows::launch_expand_rows<Bf16>(grad_input, batch.hidden(), position, rows, batch.hidden(),
-                                       batch.stream);
+void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Element16* grad_input) {
+  // The kernel moves 16-bit elements of either type.
+  valid_rows::launch_expand_rows(elements_of<__nv_bfloat16>(grad_input), batch.hidden(), position, rows,
+                                 batch.hidden(), batch.stream);
   check_launch(kOp);
 }
 
 std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device) {
   if (!runs_on(problem, device)) return std::nullopt;
-  return plan_sm90(problem);
+  return plan_chunks_sm90(problem);
 }
 
 int64_t clusters_on_device(int device) {
@@ -169,7 +170,7 @@ std::optional<LinearBackwardPlan> plan_linear_backward_on_device(LinearCeProblem
 }
 
 Chunk::Chunk(const Batch& batch, const LinearCePlan& plan, size_t index, const PlannedChunk& chunk,
-             const ChunkBuffers& buffers, const GradWeightBuffers& grad_weight, Bf16* grad_input)
+             const ChunkBuffers& buffers, const GradWeightBuffers& grad_weight, Element16* grad_input)
     : batch_(batch),
       plan_(plan),
       chunk_(chunk),
@@ -178,21 +179,22 @@ Chunk::Chunk(const Batch& batch, const LinearCePlan& plan, size_t index, const P
       grad_input_(grad_input),
       is_first_(index == 0),
       is_last_(index + 1 == plan.chunks.size()),
-      in_grad_weight_(is_first_ && plan.rows_in_grad_weight > 0),
+      uses_grad_weight_memory_(is_first_ && plan.rows_in_grad_weight > 0),
       separate_rows_(separate_rows(batch, plan, index)),
       panels_{} {
-  const int64_t behind = in_grad_weight_ ? plan.panel_offset : 0;  // panels
-  Bf16* const in_workspace =
-      reinterpret_cast<Bf16*>(grad_weight.panel_workspace + behind * plan.workspace_panel_bytes +
-                              (in_grad_weight_ ? 0 : plan.scale_bytes));
+  const int64_t panel_shift = uses_grad_weight_memory_ ? plan.panel_offset : 0;  // panels
+  Element16* const in_workspace =
+      reinterpret_cast<Element16*>(grad_weight.panel_workspace + panel_shift * plan.workspace_panel_bytes +
+                                   (uses_grad_weight_memory_ ? 0 : plan.scale_bytes));
   const int64_t workspace_stride = plan.workspace_panel_bytes / 2;
-  panels_.memory[0] =
-      in_grad_weight_ ? grad_weight.gradient + behind * sm90::kPanel * batch.hidden() : in_workspace;
-  panels_.stride[0] = in_grad_weight_ ? sm90::kPanel * batch.hidden() : workspace_stride;
+  panels_.memory[0] = uses_grad_weight_memory_
+                          ? grad_weight.gradient + panel_shift * sm90::kPanel * batch.hidden()
+                          : in_workspace;
+  panels_.stride[0] = uses_grad_weight_memory_ ? sm90::kPanel * batch.hidden() : workspace_stride;
   panels_.memory[1] = in_workspace;
   panels_.stride[1] = workspace_stride;
-  panels_.rows_in_first =
-      static_cast<int>(round_up(in_grad_weight_ ? plan.rows_in_grad_weight : chunk.rows, sm90::kTileM));
+  panels_.rows_in_first = static_cast<int>(
+      round_up(uses_grad_weight_memory_ ? plan.rows_in_grad_weight : chunk.rows, sm90::kTileM));
 }
 
 ChunkRows Chunk::rows() const {
@@ -202,7 +204,7 @@ ChunkRows Chunk::rows() const {
 std::array<CUtensorMap, 2> Chunk::panel_maps(int box_rows) const {
   const int64_t in_first = std::min<int64_t>(chunk_.rows, panels_.rows_in_first);
   const auto map = [&](int place, int64_t rows) {
-    // No swizzle mode: the panels are stored swizzled.
+    // TMA must not swizzle: the panels are stored swizzled.
     return map_of(panels_.memory[place], sm90::kPanel, rows, batch_.panels(), sm90::kPanel,
                   panels_.stride[place], CU_TENSOR_MAP_SWIZZLE_NONE, box_rows);
   };
@@ -228,33 +230,33 @@ void Chunk::clear_class_one_hot() const {
 
 void Chunk::apply_rule(bool gradient) const {
   const NvtxRange range("apply_rule");
-  batch_.is_float16() ? apply_rule_of<__half>(gradient) : apply_rule_of<Bf16>(gradient);
+  batch_.is_float16() ? apply_rule_of<__half>(gradient) : apply_rule_of<__nv_bfloat16>(gradient);
 }
 
 template <typename T>
 Rule<T> Chunk::rule(bool gradient) const {
   const bool metrics = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
-  return {batch_.problem,
-          rows(),
-          batch_.row_index.index + chunk_.first,
-          buffers_.target_logit,
-          buffers_.tile_sums,
-          static_cast<int>(batch_.sums_per_row()),
-          buffers_.overflow,
-          panels_,
-          gradient && batch_.need_gradient(),
-          batch_.need_grad_weight ? elements_of<T>(buffers_.input) : nullptr,
-          static_cast<int>(batch_.hidden()),
-          buffers_.scale,
-          first_row_of_class(),
-          buffers_.one_hot,
-          metrics ? buffers_.metrics : RowMetrics{},
-          batch_.terms.transform,
-          buffers_.weighted_sum,
-          buffers_.smoothing,
-          buffers_.range};
+  return {.problem = batch_.problem,
+          .chunk = rows(),
+          .index = batch_.row_index.index + chunk_.first,
+          .target_logit = buffers_.target_logit,
+          .sums = buffers_.tile_sums,
+          .columns = static_cast<int>(batch_.sums_per_row()),
+          .overflow = buffers_.overflow,
+          .exponentials = panels_,
+          .gradient = gradient && batch_.need_gradient(),
+          .input = batch_.need_grad_weight ? elements_of<T>(buffers_.input) : nullptr,
+          .hidden = static_cast<int>(batch_.hidden()),
+          .scale = buffers_.scale,
+          .first_row = first_row_of_class(),
+          .one_hot = buffers_.one_hot,
+          .metrics = metrics ? buffers_.metrics : RowMetrics{},
+          .transform = batch_.terms.transform,
+          .weighted_sum = buffers_.weighted_sum,
+          .smoothing = buffers_.smoothing,
+          .range = buffers_.range};
 }
-template Rule<Bf16> Chunk::rule(bool gradient) const;
+template Rule<__nv_bfloat16> Chunk::rule(bool gradient) const;
 
 template <typename T>
 void Chunk::apply_rule_of(bool gradient) const {
@@ -276,7 +278,7 @@ void Chunk::apply_rule_of(bool gradient) const {
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
   if (batch_.need_grad_bias() && !batch_.bias_in_grad_weight())
-    batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
+    batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<__nv_bfloat16>();
   if (separate_rows_) grad_input();
   grad_weight();
   if (!separate_rows_) grad_input();
@@ -296,7 +298,7 @@ void Chunk::grad_weight() const {
   const NvtxRange range("grad_weight");
   if (batch_.bias_in_grad_weight()) {
     return with_tile_columns<sm90::kGradWeightWidths>(
-        batch_.hidden(), [&](auto columns) { grad_weight_gemm<Bf16, true, columns.value, true>(); });
+        batch_.hidden(), [&](auto columns) { grad_weight_gemm<__nv_bfloat16, true, columns.value, true>(); });
   }
   with_gradient_kernels<sm90::kGradWeightWidths>([&](auto element, auto partial_tiles, auto columns) {
     using T = typename decltype(element)::type;
@@ -308,27 +310,27 @@ template <const auto& kWidths, typename F>
 void Chunk::with_gradient_kernels(const F& f) const {
   with_gradient_tiles<kWidths>(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
     batch_.is_float16() ? f(std::type_identity<__half>{}, partial_tiles, columns)
-                        : f(std::type_identity<Bf16>{}, partial_tiles, columns);
+                        : f(std::type_identity<__nv_bfloat16>{}, partial_tiles, columns);
   });
 }
 
 template <typename T>
 GradInput<T> Chunk::grad_input_of() const {
-  return {rows(),
-          static_cast<int>(batch_.vocab()),
-          static_cast<int>(batch_.hidden()),
-          panels_.rows_in_first,
-          static_cast<int>(chunk_.k_splits),
-          buffers_.scale,
-          buffers_.one_hot,
-          static_cast<const T*>(batch_.weight.const_data_ptr()),
-          batch_.weight.stride(0),
-          elements_of<T>(grad_input_),
-          buffers_.partial,
-          buffers_.semaphores,
-          RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}};
+  return {.chunk = rows(),
+          .vocab = static_cast<int>(batch_.vocab()),
+          .hidden = static_cast<int>(batch_.hidden()),
+          .rows_in_first = panels_.rows_in_first,
+          .k_splits = static_cast<int>(chunk_.k_splits),
+          .scale = buffers_.scale,
+          .one_hot = buffers_.one_hot,
+          .weight = static_cast<const T*>(batch_.weight.const_data_ptr()),
+          .weight_stride = batch_.weight.stride(0),
+          .out = elements_of<T>(grad_input_),
+          .partial = buffers_.partial,
+          .semaphores = buffers_.semaphores,
+          .smoothing = RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}};
 }
-template GradInput<Bf16> Chunk::grad_input_of() const;
+template GradInput<__nv_bfloat16> Chunk::grad_input_of() const;
 
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_input_gemm() const {
@@ -340,7 +342,7 @@ void Chunk::grad_input_gemm() const {
 template <typename T, bool kPartialTiles, int kTileColumns, bool kBias>
 void Chunk::grad_weight_gemm() const {
   const int64_t hidden = batch_.hidden();
-  if (in_grad_weight_) {
+  if (uses_grad_weight_memory_) {
     const size_t counters = batch_.panels() * sizeof(int);
     check_cuda(cudaMemsetAsync(grad_weight_.panel_read_counts, 0, counters, batch_.stream), kOp);
   }
@@ -351,26 +353,26 @@ void Chunk::grad_weight_gemm() const {
                    buffers_.smoothing, hidden, batch_.terms.partial, batch_.terms.row_sum},
         batch_.stream);
   }
-  const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
+  const bool grouped = !uses_grad_weight_memory_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
   GradWeightEpilogue<T, kPartialTiles, kTileColumns, kBias> epilogue{
-      rows(),
-      static_cast<int>(batch_.vocab()),
-      static_cast<int>(hidden),
-      panels_.rows_in_first,
-      grad_weight_.class_one_hot,
-      static_cast<const T*>(batch_.input.const_data_ptr()),
-      batch_.input.stride(0),
-      elements_of<T>(grad_weight_.gradient),
-      grad_weight_.panel_workspace,
-      plan_.workspace_panel_bytes,
-      is_first_,
-      is_last_,
-      in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
-      static_cast<int>(plan_.panel_offset),
-      grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{kTileColumns})),
-      last_vectors(hidden, kTileColumns),
-      RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
-      buffers_.range.largest_scaled};
+      .chunk = rows(),
+      .vocab = static_cast<int>(batch_.vocab()),
+      .hidden = static_cast<int>(hidden),
+      .rows_in_first = panels_.rows_in_first,
+      .one_hot = grad_weight_.class_one_hot,
+      .input = static_cast<const T*>(batch_.input.const_data_ptr()),
+      .input_stride = batch_.input.stride(0),
+      .out = elements_of<T>(grad_weight_.gradient),
+      .scale_exponents = grad_weight_.panel_workspace,
+      .scale_stride = plan_.workspace_panel_bytes,
+      .first = is_first_,
+      .last = is_last_,
+      .panel_read_counts = uses_grad_weight_memory_ ? grad_weight_.panel_read_counts : nullptr,
+      .panel_offset = static_cast<int>(plan_.panel_offset),
+      .group = grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{kTileColumns})),
+      .last_vectors = last_vectors(hidden, kTileColumns),
+      .smoothing = RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
+      .largest_scaled = buffers_.range.largest_scaled};
   const CUtensorMap input =
       matrix_map(buffers_.input, chunk_.rows, hidden, hidden, sm90::StageOf<decltype(epilogue)>::kBoxRowsB);
   if constexpr (kBias) {
@@ -382,21 +384,21 @@ void Chunk::grad_weight_gemm() const {
     epilogue.bias = grad_bias_of<T>();
     epilogue.second_b = matrix_map(buffers_.split_scale, kScaleColumns, stride, stride, kScaleColumns);
   }
-  launch_gemm(maps_of(input), epilogue, batch_.device, batch_.stream, in_grad_weight_);
+  launch_gemm(maps_of(input), epilogue, batch_.device, batch_.stream, uses_grad_weight_memory_);
 }
 
 template <typename T>
 GradBias<T> Chunk::grad_bias_of() const {
-  return {rows(),
-          static_cast<int>(batch_.vocab()),
-          buffers_.scale,
-          grad_weight_.class_one_hot,
-          buffers_.smoothing,
-          batch_.problem.class_weight,
-          is_first_,
-          is_last_,
-          batch_.terms.grad_bias_sum,
-          elements_of<T>(batch_.terms.grad_bias)};
+  return {.chunk = rows(),
+          .vocab = static_cast<int>(batch_.vocab()),
+          .scale = buffers_.scale,
+          .one_hot = grad_weight_.class_one_hot,
+          .smoothing = buffers_.smoothing,
+          .class_weight = batch_.problem.class_weight,
+          .first = is_first_,
+          .last = is_last_,
+          .total = batch_.terms.grad_bias_sum,
+          .out = elements_of<T>(batch_.terms.grad_bias)};
 }
 
 template <typename T>

@@ -1,5 +1,6 @@
 // One chunk of rows on the wgmma engine: which kernels run, on which buffers. The caller allocates the
-// buffers: fused_linear_ce, the losses (losses.cu), or linear_backward. README.md draws the memory map.
+// buffers: fused_linear_ce, the losses (losses/losses.cu), or linear_backward. README.md draws the memory
+// map.
 #pragma once
 
 #include <array>
@@ -12,45 +13,38 @@
 
 namespace liger::lm_head {
 
-// Elements of a batch. Those of a float16 batch are __half; its kernels get the pointers by elements_of<T>().
-using Bf16 = __nv_bfloat16;
-template <typename T>
-T* elements_of(Bf16* memory) {
-  return reinterpret_cast<T*>(memory);
-}
-
 // The memory of a tensor; null if it is empty.
 template <typename T>
 T* memory_of(const Tensor& tensor) {
   return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-// What a call adds to products and row scales. Null without bias or label smoothing. Vectors are float32, with
-// zeros up to whole tiles.
+// Terms of bias, softcap and label smoothing. Pointers are null if the call has no such term. Vectors are
+// float32, padded with zeros to whole tiles.
 struct LogitTerms {
   LogitTransform transform;
-  float* grad_bias_sum;  // (vocab), of the chunks so far
-  Bf16* grad_bias;       // (vocab), written by the last chunk
-  // With label smoothing, logit_terms.cuh:
+  float* grad_bias_sum;  // (vocab), sum over the chunks so far
+  Element16* grad_bias;  // (vocab), written by the last chunk
+  // Label smoothing (logit_terms.cuh) also has:
   const float *class_sum, *bias_sum;  // class_weight @ weight, class_weight @ transform.bias
-  float* row_sum;                     // coefficients @ input, of a chunk
+  float* row_sum;                     // coefficients @ input, for one chunk
   float* partial;                     // row_sum_elements(hidden)
 
   bool smoothing() const { return class_sum != nullptr; }
 };
 
-// The rows that are cut into chunks: a batch, or some of its rows. Tensors as dense() returns them.
+// The rows that are cut into chunks: a batch, or some of its rows. dense() has returned the tensors.
 struct Batch {
   Tensor input, weight;  // (rows, hidden), (vocab, hidden)
   bool need_grad_input, need_grad_weight;
   bool with_metrics;  // entropies, argmax or sums of squared exponentials are requested
   float inverse_temperature;
-  ce::Problem problem;             // of these rows, without logits
+  ce::Problem problem;             // for these rows, without logits
   valid_rows::RowIndex row_index;  // of these rows
   int device;
   cudaStream_t stream;
   LogitTerms terms{};
-  // Sums of squared exponentials are requested; not with a transform of the logits.
+  // Sums of squared exponentials are requested. Not supported with a bias or softcap.
   bool with_squares = false;
 
   bool is_float16() const { return input.scalar_type() == ScalarType::Half; }
@@ -58,59 +52,61 @@ struct Batch {
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
-  // Tiles of a row of logits.
+  // Number of tiles in a row of logits.
   int64_t sums_per_row() const { return sm90::logits_tiles(vocab()); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
-  // The GEMM of the weight gradient computes that of the bias, too.
+  // The GEMM of the weight gradient also computes the gradient of the bias.
   bool bias_in_grad_weight() const { return need_grad_bias() && need_grad_weight && !is_float16(); }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
-  // One-hot terms per class.
+  // One-hot terms per class are needed.
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
 // A batch without a problem, on the current stream.
 inline Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
                       bool with_metrics, double temperature) {
-  return {input,
-          weight,
-          need_grad_input,
-          need_grad_weight,
-          with_metrics,
-          static_cast<float>(1.0 / temperature),
-          {},
-          {},
-          input.get_device_index(),
-          current_stream(input)};
+  return {.input = input,
+          .weight = weight,
+          .need_grad_input = need_grad_input,
+          .need_grad_weight = need_grad_weight,
+          .with_metrics = with_metrics,
+          .inverse_temperature = static_cast<float>(1.0 / temperature),
+          .problem = {},
+          .row_index = {},
+          .device = input.get_device_index(),
+          .stream = current_stream(input)};
 }
 
 // The buffers of one chunk, except its exponentials.
 struct ChunkBuffers {
-  Bf16* input;  // (rows, hidden): the gathered rows; in the memory of their gradient or in their own
+  Element16*
+      input;  // (rows, hidden): the gathered rows; in the memory of their gradient or in a separate buffer
   float* target_logit;
   float* scale;
   float* tile_sums;
   int* overflow;
   OneHot* one_hot;
-  float* partial;                   // sums of the splits of the input gradient; null without splits
-  int* semaphores;                  // of its tiles, null without splits
+  float* partial;                   // split-K sums of the input gradient; null without splits
+  int* semaphores;                  // one per tile of the input gradient; null without splits
   RowMetrics metrics;               // null without metrics
-  float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
-  Bf16* split_scale;                // of split_scales(), with bias_in_grad_weight()
+  float *weighted_sum, *smoothing;  // per row with label smoothing: weighted sum of the logits, coefficient
+  __nv_bfloat16* split_scale;       // written by split_scales() if bias_in_grad_weight()
   RangeRows range;                  // null with bfloat16
 
-  // separate_rows: the gathered rows are among the buffers.
+  // separate_rows: the buffers include the gathered rows.
   static int64_t bytes(const Batch& batch, const PlannedChunk& chunk, bool separate_rows);
-  // rows: the memory of the gathered rows; null if they are among the buffers.
-  static ChunkBuffers allocate(const Batch& batch, const PlannedChunk& chunk, Bf16* rows,
+  // rows: the memory of the gathered rows; null if the buffers include them.
+  static ChunkBuffers allocate(const Batch& batch, const PlannedChunk& chunk, Element16* rows,
                                Workspace& workspace);
 };
 
-// The weight gradient, which all chunks accumulate, and the buffers per class.
+// The weight gradient, which accumulates over all chunks, and the buffers per class.
 struct GradWeightBuffers {
-  Bf16* gradient;  // (vocab, hidden), rounded up to panels of 128 rows; then plan.panel_offset panels
-  unsigned char* panel_workspace;  // plan.workspace_panel_bytes per panel of 128 classes, and of panel_offset
-  OneHot* class_one_hot;           // of each class, rounded up to panels, in the current chunk
-  int* panel_read_counts;          // per panel, for the chunk with exponentials in the memory of the gradient
+  Element16* gradient;  // (vocab, hidden), rounded up to panels of 128 rows; then plan.panel_offset panels
+  unsigned char* panel_workspace;  // plan.workspace_panel_bytes for each panel of 128 classes and for each of
+                                   // panel_offset panels
+  OneHot* class_one_hot;           // per class, rounded up to panels, for the current chunk
+  int* panel_read_counts;          // per panel, for the chunk with exponentials in the gradient's memory
 };
 inline int64_t class_one_hot_bytes(const Batch& batch) {
   return batch.panels() * sm90::kPanel * int64_t{sizeof(OneHot)};
@@ -125,7 +121,7 @@ struct GradInput;
 template <typename T>
 struct GradBias;
 
-// Rows of GEMM 1, in pairs of tiles.
+// Rows of GEMM 1, rounded up to pairs of tiles.
 inline int64_t padded_rows(int64_t rows) {
   return round_up(rows, int64_t{sm90::kCluster} * sm90::kTileM);
 }
@@ -133,7 +129,7 @@ inline int64_t padded_rows(int64_t rows) {
 class Chunk {
  public:
   Chunk(const Batch& batch, const LinearCePlan& plan, size_t index, const PlannedChunk& chunk,
-        const ChunkBuffers& buffers, const GradWeightBuffers& grad_weight, Bf16* grad_input);
+        const ChunkBuffers& buffers, const GradWeightBuffers& grad_weight, Element16* grad_input);
 
   // True if the gathered rows must not use the memory of the input gradient: it is written before the weight
   // gradient, which reads them and overwrites the exponentials.
@@ -143,17 +139,17 @@ class Chunk {
 
   // Gathers the rows, then computes exponentials and their sums.
   void exponentials() const;
-  // Its two parts, without the one-hot terms of classes.
+  // The two parts of exponentials(), without the one-hot terms of classes.
   void gather() const;
   void exponentials_of_gathered() const;
-  // Computes the results that the problem has pointers for. With `gradient` also the scales of the rows, and
-  // scales the gathered rows for the weight gradient; so it is called that way once.
+  // Computes the results that the problem has pointers for. With `gradient`, also computes the scales of the
+  // rows and multiplies the gathered rows by them for the weight gradient; call it with `gradient` once.
   void apply_rule(bool gradient) const;
   // The GEMMs of the input and the weight gradient.
   void gradients() const;
-  // The second one alone.
+  // The GEMM of the weight gradient alone.
   void grad_weight() const;
-  // Where the exponentials are.
+  // The memory of the exponentials.
   const Panels& panels() const { return panels_; }
 
  protected:
@@ -162,7 +158,7 @@ class Chunk {
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
   void clear_class_one_hot() const;
-  // The parameters of kernels. T: the type of the elements.
+  // Parameters of kernels. T: the element type.
   template <typename T>
   Rule<T> rule(bool gradient) const;
   template <typename T>
@@ -190,33 +186,34 @@ class Chunk {
   GradBias<T> grad_bias_of() const;
   template <typename T>
   void add_to_grad_bias() const;
-  // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns) with the constants of a kernel of these widths.
+  // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns) with the constants of a kernel of these
+  // widths.
   template <const auto& kWidths, typename F>
   void with_gradient_kernels(const F& f) const;
 
-  Bf16* const grad_input_;  // of the chunk
-  const bool is_first_, is_last_, in_grad_weight_, separate_rows_;
+  Element16* const grad_input_;  // of the chunk
+  const bool is_first_, is_last_, uses_grad_weight_memory_, separate_rows_;
   Panels panels_;
 };
 
-// Gathered rows up to this size stay in L2 (50 MB, half of it near each half of the SMs) while the exponentials are
-// streamed through it.
+// Gathered rows up to this size stay in L2 (50 MB, half of it near each half of the SMs) while the
+// exponentials are streamed through it.
 inline constexpr int64_t kInputBytesInL2 = 24 << 20;
 
-// The tensor, or a copy that TMA can read.
+// Returns the tensor, or a copy that TMA can read.
 Tensor dense(const Tensor& tensor);
 // Fills the index of valid rows of the batch, and writes the results of ignored rows. memory:
-// row_index_bytes().
+// row_index_bytes() bytes.
 void index_valid_rows(Batch& batch, int32_t* memory);
 inline int64_t row_index_bytes(int64_t rows) {
   return (2 * rows + 1) * int64_t{sizeof(int32_t)};
 }
 // Moves the compacted gradients of valid rows to their rows, in place; ignored rows become zeros.
-void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
+void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Element16* grad_input);
 
-// Clusters of two blocks that the engine runs at a time on this device; 0 if it cannot run.
+// Number of two-block clusters that run at a time on this device; 0 if the engine cannot run.
 int64_t clusters_on_device(int device);
-// Whether the engine takes these sizes in one chunk on this device.
+// True if the engine takes these sizes in one chunk on this device.
 bool takes_on_device(LinearCeProblem problem, int device);
 // The plans for this device; nullopt if the engine cannot run on it or takes other sizes.
 std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device);

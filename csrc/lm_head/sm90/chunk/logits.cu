@@ -4,10 +4,10 @@
 #include <type_traits>
 
 #include "lm_head/sm90/chunk/chunk.h"
-#include "lm_head/sm90/chunk/step.h"
+#include "lm_head/sm90/chunk/select_kernel.h"
 #include "lm_head/sm90/epilogues/exponentials.cuh"
 #include "lm_head/sm90/gemm/launch.cuh"
-#include "lm_head/sm90/rows/rows.cuh"
+#include "lm_head/sm90/rows/gather.cuh"
 
 namespace liger::lm_head {
 namespace {
@@ -24,14 +24,14 @@ void Chunk::exponentials() const {
 }
 
 void Chunk::gather() const {
-  batch_.is_float16() ? gather_rows<__half>() : gather_rows<Bf16>();
+  batch_.is_float16() ? gather_rows<__half>() : gather_rows<__nv_bfloat16>();
 }
 
 void Chunk::exponentials_of_gathered() const {
   const LogitTransform& transform = batch_.terms.transform;
   with_flags(
       [&](auto float16, auto metrics, auto bias, auto softcap) {
-        using T = std::conditional_t<float16.value, __half, Bf16>;
+        using T = std::conditional_t<float16.value, __half, __nv_bfloat16>;
         constexpr LogitsWork kWork{.metrics = metrics.value, .bias = bias.value, .softcap = softcap.value};
         if constexpr (metrics.value && !kWork.transform()) {
           constexpr LogitsWork kSquares{.metrics = true, .squares = true};
@@ -44,25 +44,25 @@ void Chunk::exponentials_of_gathered() const {
 
 template <typename T>
 void Chunk::gather_rows() const {
-  const Gather<T> rows_of_chunk{rows(),
-                                batch_.row_index.index + chunk_.first,
-                                batch_.problem.targets,
-                                static_cast<const T*>(batch_.input.const_data_ptr()),
-                                static_cast<const T*>(batch_.weight.const_data_ptr()),
-                                batch_.input.stride(0),
-                                batch_.weight.stride(0),
-                                static_cast<int>(batch_.vocab()),
-                                static_cast<int>(batch_.hidden()),
-                                batch_.inverse_temperature,
-                                elements_of<T>(buffers_.input),
-                                buffers_.target_logit,
-                                buffers_.overflow,
-                                first_row_of_class(),
-                                batch_.terms.transform,
-                                batch_.terms.class_sum,
-                                batch_.terms.bias_sum,
-                                buffers_.weighted_sum,
-                                buffers_.range};
+  const Gather<T> rows_of_chunk{.chunk = rows(),
+                                .index = batch_.row_index.index + chunk_.first,
+                                .targets = batch_.problem.targets,
+                                .input = static_cast<const T*>(batch_.input.const_data_ptr()),
+                                .weight = static_cast<const T*>(batch_.weight.const_data_ptr()),
+                                .input_stride = batch_.input.stride(0),
+                                .weight_stride = batch_.weight.stride(0),
+                                .vocab = static_cast<int>(batch_.vocab()),
+                                .hidden = static_cast<int>(batch_.hidden()),
+                                .inverse_temperature = batch_.inverse_temperature,
+                                .out = elements_of<T>(buffers_.input),
+                                .target_logit = buffers_.target_logit,
+                                .overflow = buffers_.overflow,
+                                .first_row = first_row_of_class(),
+                                .transform = batch_.terms.transform,
+                                .class_sum = batch_.terms.class_sum,
+                                .bias_sum = batch_.terms.bias_sum,
+                                .weighted_sum = buffers_.weighted_sum,
+                                .range = buffers_.range};
   if constexpr (kSmallRange<T>) {
     check_cuda(
         cudaMemsetAsync(buffers_.range.tile_shifts, 0, chunk_.rows * batch_.sums_per_row(), batch_.stream),
@@ -86,7 +86,7 @@ void Chunk::logits_gemm() const {
                kOp);
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
-  // Without gradients there are no panels, and nothing is stored.
+  // Without gradients no panel exists and nothing is stored.
   const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
   const sm90::PingpongMaps maps{{{input, input}, matrix_map(batch_.weight, sm90::PingpongStage::kBoxRowsB)},
                                 {panels[0], panels[1]}};
@@ -107,14 +107,14 @@ void Chunk::logits_gemm() const {
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   epilogue.phase = Phase::kMaxima;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
-  const Recompute overflow{rows(),
-                           buffers_.overflow,
-                           buffers_.tile_sums,
-                           static_cast<int>(batch_.sums_per_row()),
-                           batch_.inverse_temperature,
-                           buffers_.scale,
-                           batch_.terms.transform,
-                           buffers_.range};
+  const Recompute overflow{.chunk = rows(),
+                           .overflow = buffers_.overflow,
+                           .maxima = buffers_.tile_sums,
+                           .columns = static_cast<int>(batch_.sums_per_row()),
+                           .inverse_temperature = batch_.inverse_temperature,
+                           .reference = buffers_.scale,
+                           .transform = batch_.terms.transform,
+                           .range = buffers_.range};
   recompute_reference<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
   check_launch(kOp);
   epilogue.phase = Phase::kRecompute;

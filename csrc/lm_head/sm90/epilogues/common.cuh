@@ -1,14 +1,14 @@
-// What the epilogues of the three GEMMs of a chunk share. Each saves a pass over memory:
+// Parts that the epilogues of a chunk's three GEMMs share. Each epilogue saves a pass over memory:
 //
 // - ExpEpilogue (exponentials.cuh): exp(input @ weight.T - reference), and sums per row and tile.
 // - GradInputEpilogue (grad_input.cuh): (exponentials @ weight) * scale of the row.
 // - GradWeightEpilogue (grad_weight.cuh): exponentials.T @ (scale * input), accumulated over chunks in the
 //   memory of the 16-bit result as block-scaled fp16.
 //
-// Between them apply_rule (rows/rows.cuh) turns sums into losses and scales. The softmax is never normalised in
-// memory, and the logits are never stored. The one-hot term is most of the gradient while a model is
-// untrained, so it is not rounded to bf16 with the exponentials: both gradient epilogues add it in float32,
-// from rows of weight and input.
+// Between the GEMMs apply_rule (rows/apply_rule.cuh) turns sums into losses and scales. The softmax is never
+// normalised in memory, and the logits are never stored. While a model is untrained, the one-hot term is most
+// of the gradient. Rounding it to bf16 with the exponentials would lose accuracy, so both gradient epilogues
+// add it in float32 from rows of weight and input.
 #pragma once
 
 #include "device/integers.h"
@@ -24,20 +24,20 @@ inline constexpr int kRowThreads = 256;
 using sm90::CacheHint;
 using sm90::Tile;
 
-// The exponentials of a chunk: column panels of 128 classes, each with its rows contiguous, in up to two
-// buffers. The panel layout lets the first chunk use the memory of the weight gradient, which is written
-// after they have been read: one panel has the size of the 128 rows of the gradient for its classes.
+// The exponentials of a chunk: column panels of 128 classes, each with contiguous rows, in up to two buffers.
+// A panel has the size of the 128 rows of the weight gradient for its classes. The first chunk can therefore
+// use the memory of the weight gradient, which is written after the panels are read.
 struct Panels {
-  __nv_bfloat16* memory[2];  // or float16
-  int64_t stride[2];         // elements from one panel to the next
-  int rows_in_first;         // a multiple of 128
+  Element16* memory[2];
+  int64_t stride[2];  // elements from one panel to the next
+  int rows_in_first;  // a multiple of 128
 
-  __device__ __forceinline__ __nv_bfloat16* row_at(int row, int column) const {
+  __device__ __forceinline__ Element16* row_at(int row, int column) const {
     const bool second = row >= rows_in_first;
     return memory[second] + int64_t{column / sm90::kPanel} * stride[second] +
            int64_t{row - (second ? rows_in_first : 0)} * sm90::kPanel;
   }
-  __device__ __forceinline__ __nv_bfloat16* at(int row, int column) const {
+  __device__ __forceinline__ Element16* at(int row, int column) const {
     return row_at(row, column) + swizzle(row, column % sm90::kPanel);
   }
   // The column within a row after the 128-byte swizzle, so that panels and shared memory have the same
@@ -48,9 +48,9 @@ struct Panels {
 };
 
 // Tile rasterisation over a grid of `wide` x `length` tiles for L2 reuse: active clusters work on groups of
-// kGroupM tiles across and about as many along, at the same k. Each step along begins with another tile across: with a
-// number of clusters that is a multiple of the tiles across, some clusters would have the narrow ones alone, run ahead,
-// and read from DRAM what others read again later.
+// kGroupM tiles across and about as many along, at the same k. Each step along begins with another tile
+// across. Otherwise, if the number of clusters is a multiple of the tiles across, some clusters would have
+// only narrow tiles, run ahead, and read from DRAM data that other clusters read again later.
 inline constexpr int kGroupM = 8;
 struct TileIndex {
   int across, along;
@@ -91,7 +91,7 @@ struct OneHot {
 };
 static_assert(sizeof(OneHot) == 8);
 
-// The columns of a tile of a gradient: a multiple of 16, less than kColumns only with kPartialTiles.
+// Number of columns of a gradient tile: a multiple of 16, less than kColumns only with kPartialTiles.
 template <bool kPartialTiles, int kColumns>
 struct TileWidth {
   int columns;
@@ -102,11 +102,12 @@ struct TileWidth {
   }
 };
 
-// The loads of subtract_row() at a time, as many as there are registers for.
+// Number of loads in flight in subtract_row(), limited by registers.
 template <int kColumns>
 inline constexpr int kRowLoads = kColumns <= 256 ? kColumns / 8 : kColumns / 16;
 
-// sums of row h -= amount * from[0..width - 1], for the columns of this lane; kBatch loads at a time, a register each.
+// sums of row h -= amount * from[0..width - 1], for the columns of this lane; kBatch loads, of a register
+// each, are in flight.
 template <int kBatch, typename T, bool kPartialTiles, int kColumns>
 __device__ __forceinline__ void subtract_row(sm90::Sums<kColumns>& sums, int h, float amount, const T* from,
                                              int lane, TileWidth<kPartialTiles, kColumns> width) {
@@ -165,7 +166,7 @@ __device__ __forceinline__ void write_rows(const sm90::Sums<kColumns>& sums, T* 
   }
 }
 
-// The same epilogue for an operand A that is row-major instead of in panels.
+// Adapts an epilogue to a row-major operand A (instead of panels).
 template <class Epilogue>
 struct OfMatrix : Epilogue {
   static constexpr bool kPanels = false;

@@ -1,9 +1,9 @@
-// The epilogue of the logits GEMM: exponentials, and their sums per row and tile.
+// The epilogue of the logits GEMM: exponentials, and sums of exponentials per row and tile.
 //
-// The reference of a row is the logit of its target, which is known before the GEMM, so no maximum is needed
-// first: bf16 has the exponent range of float32. A row whose sum overflows kMaxRowSum is recomputed from its
-// maximum. float16 has less range: a row whose sum in a tile is large is shifted down there by a power of two, and
-// apply_rule() shifts the other tiles of the row (RangeRows).
+// The reference of a row is the logit of its target, which is known before the GEMM. bf16 has the exponent
+// range of float32, so no pass for the maximum is needed. A row whose sum overflows kMaxRowSum is recomputed
+// from its maximum. float16 has less range: a row with a large sum in a tile is multiplied by a negative
+// power of two in that tile, and apply_rule() shifts the other tiles of the row (RangeRows).
 #pragma once
 
 #include <algorithm>
@@ -16,19 +16,19 @@
 
 namespace liger::lm_head {
 
-// A row with a larger sum of exponentials is recomputed from its maximum: 2^60 is a target 41 nats below the
-// largest logit. Below it, exponentials and scales are normal bf16 numbers.
+// A row with a larger sum of exponentials is recomputed from its maximum: 2^60 corresponds to a target 41
+// nats below the largest logit. Up to this sum, exponentials and scales are normal bf16 numbers.
 inline constexpr float kMaxRowSum = 0x1p60f;
 
-// Two more launches recompute tiles that overflowed in kAll; normally they exit at once. kMaxima: row maxima
-// of the logits, from which references follow; kRecompute: exponentials and sums from there.
+// Two more launches recompute tiles that overflowed in kAll; normally they exit at once. kMaxima computes row
+// maxima of the logits, which give new references; kRecompute computes exponentials and sums with them.
 enum class Phase { kAll, kMaxima, kRecompute };
 
-// Accumulated with the exponentials, for entropy and argmax.
+// Sums for entropy and argmax, accumulated with the exponentials.
 struct RowMetrics {
-  // (rows, column tiles): sums of e * log2(e); then, with squares, as many sums of e * e
+  // (rows, column tiles): sums of e * log2(e); with squares, then also sums of e * e
   float* entropy_sums;
-  unsigned long long* best_keys;  // (rows): the largest key of the logits of a row; initially zero
+  unsigned long long* best_keys;  // (rows): the largest key_of() of a row; initially zero
 };
 // Keys order logits, and equal logits by descending column, so that the maximum does not depend on the order
 // of tiles and a tie goes to the lowest column.
@@ -41,32 +41,32 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-// Where a lane accumulates the sums of its two rows of a tile.
+// A lane's sums of its two rows of a tile.
 struct LaneSums {
   float sum[2] = {}, entropy[2] = {}, squares[2] = {};
   float best[2] = {-INFINITY, -INFINITY};  // the largest logit
   int best_column[2] = {};                 // relative to the first column of this lane
 };
 
-// What is computed beside exponentials and their sums. The softcap multiplies an exponential by its derivative after it
-// was added to the sum. Below kMaxRowSum a sum of squares of a tile is finite.
+// Work in addition to exponentials and their sums. With a softcap an exponential is multiplied by the
+// derivative after it was added to the sum. Below kMaxRowSum a tile's sum of squares is finite.
 struct LogitsWork {
-  bool metrics = false, squares = false;  // entropy and argmax; with them, sums of squares
+  bool metrics = false, squares = false;  // entropy and argmax; in addition, sums of squares
   bool bias = false, softcap = false;
 
   constexpr bool transform() const { return bias || softcap; }
 };
 
-// For a warp with 16 rows in each half of a tile. Panels have 128 columns and tiles 192, so exponentials are stored in
-// boxes of 64 columns, half a row of a panel. Rows and panels beyond the chunk are clipped by TMA.
+// A warp has 16 rows in each half of a tile. Panels have 128 columns and tiles 192, so exponentials are
+// stored in boxes of 64 columns, half a row of a panel. Rows and panels beyond the chunk are clipped by TMA.
 template <typename T, LogitsWork kWork>
 struct ExpEpilogue {
-  static_assert(kWork.metrics || !kWork.squares, "sums of squares are behind those of the entropy");
+  static_assert(kWork.metrics || !kWork.squares, "sums of squares follow the sums of the entropy");
   using Element = T;
   static constexpr bool kAMn = false, kBMn = false, kPanels = false;
   static constexpr int kColumns = sm90::kPingpongColumns, kHalves = sm90::kPingpongHalves;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
-  // Behind the box is the bias of the tile.
+  // The bias of the tile follows the box.
   static constexpr int kSmemBytes = sm90::kResultBoxBytes + (kWork.bias ? kColumns * int{sizeof(float)} : 0);
   ChunkRows chunk;
   int vocab, hidden;
@@ -76,7 +76,7 @@ struct ExpEpilogue {
   Panels out;
   bool write;                // false: sums only
   int* overflow;             // per row tile, set if a sum is too large
-  Phase phase;               // other than kAll: tiles with overflow only
+  Phase phase;               // phases other than kAll compute only tiles with overflow
   RowMetrics metrics;        // with kWork.metrics
   LogitTransform transform;  // with kWork.transform()
   RangeRows range;           // with kSmallRange
@@ -105,7 +105,8 @@ struct ExpEpilogue {
   __device__ __forceinline__ void store(sm90::Sums<kColumns> (&z)[kHalves], const Tile& tile, int row,
                                         int lane, const sm90::EpilogueSmem& smem,
                                         const CUtensorMap (&maps)[2]) const {
-    // Keeps the compiler from computing addresses of the epilogue before the loop over tiles, for which it would spill.
+    // Keeps the compiler from computing epilogue addresses before the loop over tiles, which would spill
+    // registers.
     asm volatile("" : "+r"(lane), "+r"(row));
     if (tile.m0 >= chunk()) return;
     if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
@@ -132,9 +133,9 @@ struct ExpEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       from[h] = reference_of(tile.m0 + row + lane / 4 + 8 * h) * kLog2e - kOffset<T>;
-    // A panel that the vocabulary ends in has zeros up to its end, where the other GEMMs read it.
+    // The other GEMMs read the last panel to its end, so its columns beyond the vocabulary are zeros.
     const int end = round_up(vocab, sm90::kPanel);
-    // float16: all exponentials of a row, before any of them is rounded.
+    // float16 computes all exponentials of a row before it rounds any of them.
     if constexpr (kSmallRange<T>) {
 #pragma unroll
       for (int first = 0; first < kColumns; first += sm90::kBox) {
@@ -156,20 +157,20 @@ struct ExpEpilogue {
     write_sums(sums, tile, row, lane);
   }
 
-  // --- logits -> exponentials --------------------------------------------------------------------------------------
+  // --- logits -> exponentials ------------------------------------------------------------------------------
 
   __device__ __forceinline__ float reference_of(int row) const {
     // With a bias a row of zeros may have large logits; all its exponentials become 0.
     return row < chunk.rows ? reference[row] : kWork.transform() ? INFINITY : 0.0f;
   }
-  // Copies the bias of the tile to shared memory, while its mainloop runs. The vector has zeros up to a multiple of
-  // kTileN; the tile may end behind it, in columns that are beyond the vocabulary.
+  // Copies the bias of the tile to shared memory during its mainloop. The vector is padded with zeros to a
+  // multiple of kTileN; the tile may extend beyond the vector, in columns beyond the vocabulary.
   //
-  // No copy has a predicate, so some lanes repeat those of others: ptxas 13.0 encodes the second of two predicated ones
-  // with a descriptor in an odd uniform register, an illegal instruction.
+  // No copy has a predicate, so some lanes repeat copies of other lanes: ptxas 13.0 encodes the second of two
+  // predicated copies with a descriptor in an odd uniform register, an illegal instruction.
   __device__ __forceinline__ void load_bias(const Tile& tile, int lane,
                                             const sm90::EpilogueSmem& smem) const {
-    sm90::copy_async_wait();  // for those of a tile whose results are not needed
+    sm90::copy_async_wait();  // waits for copies of a tile that was skipped
     const int last = round_up(vocab, sm90::kTileN) - 4;
 #pragma unroll
     for (int i = 0; i < kColumns; i += 32 * 4) {
@@ -190,17 +191,17 @@ struct ExpEpilogue {
       for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
     }
   }
-  // Logits of a box -> exponentials, 0 beyond the vocabulary. from: references of the rows of this lane, as exponents to
-  // base 2.
+  // Replaces the logits of a box by exponentials, 0 beyond the vocabulary. from: references of this lane's
+  // rows, as exponents to base 2.
   __device__ __forceinline__ void exponentials_of_box(sm90::Sums<kColumns>& z, int first,
                                                       const float (&from)[2], const Tile& tile, int lane,
                                                       const sm90::EpilogueSmem& smem, LaneSums& sums) const {
     if constexpr (kWork.bias) add_bias(z, first, sm90::kBox, lane, smem);
-    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+    const int left = vocab - tile.n0 - lane % 4 * 2;  // number of columns from this lane's first column on
     exclude_beyond(left, z, first);
     exponentials(z, first, left, from, sums);
   }
-  // The logits of columns of a box that are beyond the vocabulary become -inf.
+  // Sets the logits of a box that are beyond the vocabulary to -inf.
   static __device__ __forceinline__ void exclude_beyond(int left, sm90::Sums<kColumns>& z, int first) {
     if (left >= first + sm90::kBox) return;
 #pragma unroll
@@ -230,7 +231,7 @@ struct ExpEpilogue {
         x = exp2_fast(y);
         sums.sum[h] += x;
         if constexpr (kWork.squares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
-        // A logit of -inf, of an excluded column or by the bias, has no entropy.
+        // A logit of -inf (an excluded column, or from the bias) adds nothing to the entropy.
         if constexpr (kWork.metrics) sums.entropy[h] = fmaf(x, fmaxf(y, -FLT_MAX), sums.entropy[h]);
         if constexpr (kWork.softcap) x *= derivative;
       }
@@ -243,8 +244,8 @@ struct ExpEpilogue {
     derivative = fmaf(-4.0f * r, r, 4.0f * r);
     return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
   }
-  // Before the exponentials of a tile are rounded: multiplies those of rows whose sum is at least 2^kLargestSumExponent
-  // by a power of two, so that each is below that.
+  // Called before the exponentials of a tile are rounded. Rows with a sum of at least 2^kLargestSumExponent
+  // are multiplied by a power of two, which brings every exponential below that limit.
   __device__ __forceinline__ void shift_down(sm90::Sums<kColumns>& z, const float (&sum)[2], const Tile& tile,
                                              int row, int lane) const {
     float total[2];
@@ -268,17 +269,18 @@ struct ExpEpilogue {
     }
   }
 
-  // --- results -----------------------------------------------------------------------------------------------------
+  // --- results ---------------------------------------------------------------------------------------------
 
-  // Until the box before has been read from shared memory.
+  // Waits until TMA has read the previous box from shared memory.
   static __device__ __forceinline__ void wait_for_store(int lane) {
     if (lane == 0) sm90::bulk_store_wait_read();
     __syncwarp();
   }
-  // Vectors of 16 bytes of a row are swizzled: vector v of row r is v ^ r % 8.
+  // Swizzles the 16-byte vectors of a row: vector v of row r is stored at v ^ r % 8.
   static __device__ __forceinline__ void stage_box(const sm90::Sums<kColumns>& z, int first, int lane,
                                                    const sm90::EpilogueSmem& smem) {
-    // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two vectors.
+    // For stmatrix: lane 8m + r addresses row r of matrix m; a matrix is the upper or lower 8 rows of one of
+    // two vectors.
     const int r = lane % 16, odd = lane / 16;
     T* const row = reinterpret_cast<T*>(smem.memory) + r * sm90::kBox;
 #pragma unroll
@@ -300,7 +302,7 @@ struct ExpEpilogue {
         &maps[second], smem.memory,
         {column % sm90::kPanel, tile.m0 + row - (second ? out.rows_in_first : 0), column / sm90::kPanel});
   }
-  // The last panel may end 64 columns behind the last tile.
+  // The last panel may end 64 columns after the last tile.
   __device__ __forceinline__ void clear_rest_of_panel(const Tile& tile, int row, int lane,
                                                       const sm90::EpilogueSmem& smem,
                                                       const CUtensorMap (&maps)[2]) const {
@@ -323,7 +325,7 @@ struct ExpEpilogue {
     }
     write_tile_results<Max>(tile_sums, max, tile, row, lane);
   }
-  // The results of a tile, and whether it overflowed.
+  // Writes the results of a tile, and whether it overflowed.
   __device__ __forceinline__ void write_sums(LaneSums& sums, const Tile& tile, int row, int lane) const {
     if constexpr (kOffset<T> != 0) remove_offset(sums);
     write_tile_results<Sum>(tile_sums, sums.sum, tile, row, lane);
@@ -338,7 +340,7 @@ struct ExpEpilogue {
     const bool too_large = !(sums.sum[0] < kMaxRowSum) || !(sums.sum[1] < kMaxRowSum);
     if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
   }
-  // The sums of a lane for exponentials and exponents without kOffset.
+  // Removes kOffset from the sums of a lane.
   static __device__ __forceinline__ void remove_offset(LaneSums& sums) {
     constexpr float kFactor = 1.0f / (1 << kOffset<T>);
 #pragma unroll
@@ -349,7 +351,7 @@ struct ExpEpilogue {
       sums.sum[h] *= kFactor;
     }
   }
-  // Reduces over the four lanes that share a row; all of them get the result.
+  // Reduces over the four lanes that share a row; all four get the result.
   template <class Reduction>
   __device__ __forceinline__ void write_tile_results(float* out_results, float (&value)[2], const Tile& tile,
                                                      int row, int lane) const {

@@ -1,4 +1,5 @@
-// The gradient of the bias: for each class the sum over rows of the scaled exponentials, less one-hot and smoothing terms.
+// The gradient of the bias: for each class the sum over rows of the scaled exponentials, minus one-hot and
+// smoothing terms.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -18,7 +19,7 @@ struct GradBias {
   float* total;               // (vocab)
   T* out;                     // (vocab), written by the last chunk
 
-  // The sum of `smoothing`, by `threads` threads, whose sums reduce() adds.
+  // The sum of `smoothing`: each of `threads` threads sums a part, and reduce() adds the parts.
   template <class Reduce>
   __device__ __forceinline__ float sum_of_smoothing(int thread, int threads, const Reduce& reduce) const {
     if (smoothing == nullptr) return 0.0f;
@@ -26,7 +27,7 @@ struct GradBias {
     for (int row = thread, rows = chunk(); row < rows; row += threads) sum += smoothing[row];
     return reduce(sum);
   }
-  // Adds a chunk to the gradient of a class. coefficient: the sum of `smoothing`.
+  // Adds the sum of a chunk to the gradient of a class. coefficient: the sum of `smoothing`.
   __device__ __forceinline__ void add(int column, float sum, float coefficient) const {
     if (!first) sum += total[column];
     const OneHot target = one_hot[column];
@@ -37,7 +38,8 @@ struct GradBias {
   }
 };
 
-// Where the GEMM of the weight gradient does not compute the sums: without one, and in float16. One block per panel.
+// Computes the sums where the GEMM of the weight gradient does not: if there is no weight gradient, and in
+// float16. One block per panel.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias<T> p, const Panels exponentials) {
   constexpr int kVectors = sm90::kPanel / 8, kRows = kRowThreads / kVectors;

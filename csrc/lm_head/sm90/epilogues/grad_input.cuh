@@ -10,14 +10,14 @@ struct GradInput {
   ChunkRows chunk;
   int vocab, hidden;
   int rows_in_first;      // of the panels
-  int k_splits;           // of the vocabulary, so that small chunks fill the device
+  int k_splits;           // split-K over the vocabulary, so that small chunks fill the device
   const float* scale;     // of the rows of the chunk
   const OneHot* one_hot;  // of the rows of the chunk
   const T* weight;
   int64_t weight_stride;
   T* out;           // (chunk.rows, hidden)
-  float* partial;   // of serial_split_k(), if k_splits > 1
-  int* semaphores;  // of serial_split_k(), one per tile: warps that have added, initially zero
+  float* partial;   // memory of serial_split_k(), if k_splits > 1
+  int* semaphores;  // for serial_split_k(), one per tile: number of warps that have added, initially zero
   RankOneTerm smoothing;
 };
 
@@ -68,11 +68,12 @@ struct GradInputEpilogue : GradInput<T> {
  protected:
   using Width = TileWidth<kPartialTiles, kTileColumns>;
 
-  // Adds the sums of the splits before to these. False for the last split, whose sums are those of the tile. For the others it
-  // has stored them, in the order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
-  // The second tile of the last pair can be without rows, and then has nothing to store.
+  // Adds the sums of the previous splits to `sums`. The last split gets the sums of the tile and false. Every
+  // other split stores its sums for the next split, in the order of the accumulators (16 rows per warp, a
+  // lane's accumulators in vectors), and gets true. A tile without rows (the second of the last pair) also
+  // gets true.
   //
-  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
+  // The previous split belongs to an earlier tile, and all blocks are resident, so the wait ends.
   __device__ __forceinline__ bool serial_split_k(sm90::Sums<kColumns>& sums, const Tile& tile, int row,
                                                  int lane) const {
     if (tile.m0 >= chunk()) return true;
@@ -98,7 +99,7 @@ struct GradInputEpilogue : GradInput<T> {
     if (lane == 0) sm90::count_release(semaphores + at);
     return true;
   }
-  // Sums of row h, which is row r of the chunk -> its gradient.
+  // Turns the sums of row h, which is row r of the chunk, into its gradient.
   __device__ __forceinline__ void scale_row(sm90::Sums<kColumns>& sums, int h, int r, bool valid,
                                             const Tile& tile, int lane, const Width& width) const {
     const float factor = valid ? scale[r] : 0.0f;

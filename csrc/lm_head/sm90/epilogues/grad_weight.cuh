@@ -1,4 +1,4 @@
-// The epilogue of the weight gradient, which is accumulated over chunks in its own memory.
+// The epilogue of the weight gradient, which accumulates over chunks in its own memory.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,20 +8,20 @@
 
 namespace liger::lm_head {
 
-// Between chunks dW is accumulated in place, in the 16 bits of each bf16 result, as block-scaled fp16: the
-// elements of a row in a tile share one power-of-two scale. A chunk rounds the sum once, to 11 bits, 8
-// times finer than bf16, so the result is as exact as one float32 sum that is rounded at the end. Scales are
-// per row, because classes differ by orders of magnitude in probability while the elements of one row do not.
+// Between chunks dW accumulates in place, in the 16 bits of each bf16 result, as block-scaled fp16: the
+// elements of a row in a tile share one power-of-two scale. Each chunk rounds the sum to 11 bits, 8 times
+// finer than bf16, so the result is as exact as a float32 sum that is rounded at the end. Scales are per row,
+// because classes differ by orders of magnitude in probability while the elements of one row do not.
 //
-// The order of the partial sums is private: a warp owns the memory of 16 rows of its tile, and segment s of it holds
-// accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
-// The last chunk rounds to bf16 and writes row-major.
+// The order of the partial sums is private: a warp owns the memory of 16 rows of its tile, and segment s of
+// it holds accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced. The last chunk rounds to
+// bf16 and writes row-major.
 //
-// float16: the rows of the input were multiplied by the scale and by 2^unit_exponent(), whose inverse
-// store() applies.
+// float16: the rows of the input were multiplied by the scale and by 2^unit_exponent(); store() divides by
+// that power of two.
 //
-// With kBias the tiles of the first columns are multiplied by the scales of the rows, too, which gives the gradient of the
-// bias: a product of 8 columns instead of a pass over the exponentials.
+// With kBias, tiles of the first columns also multiply by the scales of the rows, which gives the gradient of
+// the bias: a product with 8 columns instead of a pass over the exponentials.
 template <typename T, bool kPartialTiles, int kTileColumns, bool kBias = false>
 struct GradWeightEpilogue {
   using Element = T;
@@ -47,26 +47,26 @@ struct GradWeightEpilogue {
   unsigned char* scale_exponents;  // biased exponents: per tile of rows and columns, one for each of 128 rows
   int64_t scale_stride;            // from one tile of rows to the next
   bool first, last;                // chunk
-  // If the exponentials are in the memory that this GEMM writes, `panel_offset` panels behind: per panel the
-  // number of column tiles that have read it, initially zero. Else null.
+  // Per panel the number of column tiles that have read it, initially zero. Null unless this GEMM writes the
+  // memory of the exponentials, which are stored `panel_offset` panels further.
   int* panel_read_counts;
   int panel_offset;
-  // Column tiles per group of the rasterisation, so that L2 keeps their input rows while all classes pass;
-  // all column tiles if tiles wait for panel reads.
+  // Column tiles per group of the rasterisation: L2 keeps their input rows while all classes pass. All column
+  // tiles if tiles wait for panel reads.
   int group;
-  // Divides by the 16-byte vectors of a row in the last tile of columns, if that tile is partial.
+  // Divides by the number of 16-byte vectors of a row in the last column tile, if that tile is partial.
   FastDivide last_vectors;
   RankOneTerm smoothing;
   const uint32_t* largest_scaled;  // RangeRows::largest_scaled, with kSmallRange
   GradBias<T> bias;                // with kBias
-  CUtensorMap second_b;            // of split_scales(), with kBias
+  CUtensorMap second_b;            // written by split_scales(), with kBias
 
   __device__ __forceinline__ int columns() const {
     return kPartialTiles ? ceil_div(hidden, kColumns) : hidden / kColumns;
   }
   __device__ __forceinline__ int row_pairs() const { return ceil_div(vocab, sm90::kCluster * sm90::kTileM); }
   __device__ __forceinline__ int tiles() const {
-    // Without valid rows the first chunk still writes zeros, and the last one the result.
+    // Without valid rows the first chunk still writes zeros, and the last chunk the result.
     if (chunk() == 0 && !first && !last) return 0;
     return row_pairs() * columns();
   }
@@ -81,7 +81,7 @@ struct GradWeightEpilogue {
                                                int row, int lane) const {
     const float coefficient =
         bias.sum_of_smoothing(lane, 32, [](float sum) { return warp_reduce<Sum>(sum); });
-    // A lane whose columns are the scale and the rest of it.
+    // Only lanes with columns 0 and 1, the scale and its remainder, continue.
     if (lane % 4 != 0) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -127,8 +127,8 @@ struct GradWeightEpilogue {
   }
 
  protected:
-  // Calls f(std::bool_constant), with true for a tile of fewer than kColumns columns. Tests of the width cost as many
-  // instructions as the rest of the epilogue, so code for whole tiles has none.
+  // Calls f(std::true_type) for a tile of fewer than kColumns columns, else f(std::false_type). Width tests
+  // cost as many instructions as the rest of the epilogue, so the code for whole tiles has none.
   template <class F>
   __device__ __forceinline__ void by_width(const Tile& tile, const F& f) const {
     if constexpr (kPartialTiles) {
@@ -186,16 +186,17 @@ struct GradWeightEpilogue {
                kPartialTiles ? vocab - tile.m0 - row : 16, lane, width);
   }
 
-  // The segments of a warp, which follow each other through the rows of the tile. With kTileN columns each is a row.
+  // The segments of a warp follow each other through the rows of the tile. With kTileN columns a segment is a
+  // row.
   template <bool kPartial>
   struct Segments {
     uint4* sums;
-    int stride;  // from a row to the next, in 16-byte vectors
+    int stride;  // from one row to the next, in 16-byte vectors
     int lane, count;
     FastDivide vectors;
 
     __device__ __forceinline__ bool has(int i) const { return !kPartial || i < count; }
-    // The 16 bytes of this lane of segment i.
+    // This lane's 16 bytes of segment i.
     __device__ __forceinline__ uint4* at(int i) const {
       const uint32_t vector = i * 32 + lane;
       if constexpr (kPartial) {
@@ -212,32 +213,32 @@ struct GradWeightEpilogue {
     uint4* const sums = reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0);
     return {sums, hidden / 8, lane, (hidden - tile.n0) / 16, last_vectors};
   }
-  // The scale of the first of the two rows of this lane; that of the second one is 8 bytes further.
+  // Points to the scale of this lane's first row; the scale of its second row is 8 bytes further.
   __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {
     return scale_exponents + tile.m0 / sm90::kTileM * scale_stride + tile.n0 / kColumns * sm90::kTileM + row +
            lane / 4;
   }
 
-  // By one thread of a block, when all operands of a tile of this panel have arrived.
+  // One thread of a block calls it when all operands of a tile in this panel have arrived.
   __device__ __forceinline__ void count_panel_read(int panel) const {
     sm90::count_release(panel_read_counts + panel);
   }
-  // Waits until all column tiles have read the panel that a tile of this one overwrites. Those belong to earlier
-  // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
+  // Waits until all column tiles have read the panel that a tile in this panel overwrites. The reads belong
+  // to earlier tiles and all blocks are resident, so the wait ends; panel_offset makes it short.
   __device__ __forceinline__ void wait_for_panel_reads(int panel) const {
     if (panel >= panel_offset) sm90::wait_for_count(panel_read_counts + panel - panel_offset, columns());
     __syncwarp();
   }
 
-  // The tensor cores idle during the epilogue. So the scale comes from a sum of squares (FFMA at full rate),
-  // not from a maximum (half rate).
+  // The tensor cores idle during the epilogue, so speed matters: the scale comes from a sum of squares (FFMA,
+  // full rate), not from a maximum (half rate).
   __device__ __forceinline__ void choose_block_scales(const sm90::Sums<kColumns>& sums,
                                                       float (&inverse_scale)[2], const Tile& tile, int row,
                                                       int lane) const {
     float squares[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
-    // The root of the sum of squares bounds every element; it is scaled to at most 2^15.
+    // The root of the sum of squares bounds every element; the scale brings it to at most 2^15.
     int biased[2];
     bool overflow = false;
 #pragma unroll
@@ -247,7 +248,7 @@ struct GradWeightEpilogue {
       overflow |= exponent == 255;
     }
     if (__any_sync(0xffffffffu, overflow)) {
-      // Elements from about 2^60 on, whose squares have no sum: from the largest one.
+      // Squares of elements from about 2^60 on overflow; the scale then comes from the largest element.
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float largest = 0.0f;
@@ -266,7 +267,7 @@ struct GradWeightEpilogue {
     }
   }
 
-  // sums[at..at + 7] += partial; its words alternate between the two rows.
+  // sums[at..at + 7] += partial; the words of `partial` alternate between the two rows.
   static __device__ __forceinline__ void add(sm90::Sums<kColumns>& sums, int at, uint4 partial,
                                              const float (&block_scale)[2]) {
 #pragma unroll

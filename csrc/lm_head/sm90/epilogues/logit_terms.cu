@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSumColumns) sum_splits(const float* partial, 
 
 constexpr int kBiasThreads = 1024;
 
-// One block.
+// Launched with one block.
 template <typename T>
 __global__ void __launch_bounds__(kBiasThreads) largest_bias(const BiasTerms<T> p) {
   __shared__ float scratch[32];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kBiasThreads) largest_bias(const BiasTerms<T> 
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < p.vocab; i += kBiasThreads) largest = fmaxf(largest, to_float(p.bias[i]));
   largest = block_reduce<Max>(largest, scratch);
-  // An infinity would make differences of nan.
+  // Differences from an infinite offset would be NaN.
   if (threadIdx.x == 0) *p.offset = fabsf(largest) < INFINITY ? largest : 0.0f;
 }
 
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kSumThreads) widen_bias(const BiasTerms<T> p) 
   if (i < p.padded_size) p.padded[i] = i < p.vocab ? to_float(p.bias[i]) - offset : 0.0f;
 }
 
-// One block, so that the order is fixed.
+// Launched with one block, which fixes the order.
 template <typename T>
 __global__ void __launch_bounds__(kBiasThreads) sum_bias(const BiasTerms<T> p) {
   __shared__ float scratch[32];

@@ -1,9 +1,10 @@
-// What fused_linear_ce adds to a product of hidden states and weight: a bias and a softcap in the epilogue of
-// the logits GEMM, and the rank-one terms of label smoothing in the epilogues of both gradients.
+// Terms of fused_linear_ce in addition to the product of hidden states and weight: bias and softcap in the
+// epilogue of the logits GEMM, and the rank-one terms of label smoothing in the epilogues of both gradients.
 //
-// Label smoothing subtracts coefficient[row] * class_weight[class] from each element of dlogits. So dX loses
-// coefficient[row] * (class_weight @ weight), dW loses class_weight[class] * (coefficient @ input), and the
-// sum of the weighted logits of a row, for its loss, is input[row] @ (class_weight @ weight).
+// Label smoothing subtracts coefficient[row] * class_weight[class] from each element of dlogits. The
+// gradients therefore subtract coefficient[row] * (class_weight @ weight) from dX and class_weight[class] *
+// (coefficient @ input) from dW. The loss needs the sum of a row's weighted logits, which is input[row] @
+// (class_weight @ weight).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,26 +15,26 @@
 
 namespace liger::lm_head {
 
-// bias: float32, less its maximum without a softcap; zeros up to a multiple of kTileN; null without one. softcap: 0
-// without one.
+// bias: float32, padded with zeros to a multiple of kTileN; without a softcap its maximum is subtracted; null
+// without a bias. softcap: 0 without a softcap.
 struct LogitTransform {
   const float* bias = nullptr;
   float softcap = 0.0f;
 
   __host__ __device__ bool any() const { return bias != nullptr || softcap != 0.0f; }
-  // A logit before the softcap -> after it. The epilogue has a faster form of its own.
+  // Applies the softcap to a logit. The epilogue has its own faster form.
   __device__ __forceinline__ float cap(float z) const {
     return softcap == 0.0f ? z : softcap * tanhf(z / softcap);
   }
-  // The derivative of the softcap at a logit after it.
+  // The derivative of the softcap, given the logit after the softcap.
   __device__ __forceinline__ float derivative(float capped) const {
     const float t = softcap == 0.0f ? 0.0f : capped / softcap;
     return fmaf(-t, t, 1.0f);
   }
 };
 
-// result[i] -= amount[i] * vector for the rows i of a gradient. vector: float32, zeros up to a multiple of
-// kTileN; null without label smoothing. amount: null for 1.
+// result[i] -= amount[i] * vector for the rows i of a gradient. vector: float32, padded with zeros to a
+// multiple of kTileN; null without label smoothing. amount: null for 1.
 struct RankOneTerm {
   const float* vector = nullptr;
   const float* amount = nullptr;
@@ -54,16 +55,16 @@ __device__ __forceinline__ void add_scaled(float (&sum)[8], float amount, uint4 
   }
 }
 
-// vector[column] = sum of amount[i] * matrix[index[i]][column] for i < rows, in a fixed order; zeros up to a
-// multiple of kTileN.
+// vector[column] = sum of amount[i] * matrix[index[i]][column] for i < rows, in a fixed order; padded with
+// zeros to a multiple of kTileN.
 template <typename T>
 struct RowSums {
   const T* matrix;
   int64_t stride;
-  int64_t rows;      // an upper bound with a count
+  int64_t rows;      // an upper bound if `count` is given
   const int* count;  // null, or the number of rows + first, on the device
   int64_t first;
-  const int* index;     // null for i
+  const int* index;     // null: i itself
   const float* amount;  // null for 1
   int64_t columns;
   float* partial;  // row_sum_elements(columns)
@@ -73,14 +74,16 @@ int64_t row_sum_elements(int64_t columns);
 template <typename T>
 void launch_row_sums(const RowSums<T>& sums, cudaStream_t stream);
 
-// padded[i] = bias[i] - *offset, and zeros from vocab on; *weighted_sum = class_weight @ padded, if it is not null.
+// padded[i] = bias[i] - *offset, and zeros from vocab on; *weighted_sum = class_weight @ padded, if it is not
+// null.
 //
-// *offset is the maximum of the bias, which no probability depends on: the exponents of the epilogue would be rounded to
-// the size of an offset that all classes have. Null, for an offset of 0, with a softcap, which depends on it.
+// *offset is the maximum of the bias. No probability depends on an offset that all classes share, but the
+// epilogue's exponents would lose bits to it. With a softcap the logits depend on the offset, so `offset` is
+// null and nothing is subtracted.
 template <typename T>
 struct BiasTerms {
   const T* bias;
-  const float* class_weight;  // null for ones
+  const float* class_weight;  // null: ones
   int64_t vocab, padded_size;
   float *padded, *weighted_sum, *offset;
 };

@@ -1,10 +1,10 @@
 // Persistent, warp-specialised GEMM of bf16 or fp16 with wgmma and TMA (sm_90a only).
 //
-// Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and up to 320 columns. The producer warp of a
-// block loads operands by TMA into a ring of stages; each block of a cluster loads half of B and multicasts it
-// to both. Two consumer warpgroups of 64 rows each issue wgmma and pass the accumulators, still in registers, to
-// the epilogue. Operands are K-major or MN-major; boxes of 64 x 64 elements with the 128-byte swizzle serve
-// both.
+// Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and up to 320 columns. The producer warp
+// of a block loads operands by TMA into a ring of stages; each block of a cluster loads half of B and
+// multicasts it to both blocks. Two consumer warpgroups of 64 rows each issue wgmma and pass the
+// accumulators, still in registers, to the epilogue. Operands are K-major or MN-major; boxes of 64 x 64
+// elements with the 128-byte swizzle serve both.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@
 
 namespace liger::sm90 {
 
-// The work of one block: rows from m0 and columns from n0 of the result, k_blocks x kTileK summed from k0 on.
+// The work of one block: rows from m0 on and columns from n0 on of the result, summed over k_blocks x kTileK
+// from k0 on.
 struct Tile {
   int m0, n0, k0, k_blocks;
   int k_split;  // index of the split
@@ -31,8 +32,8 @@ struct Maps {
   CUtensorMap a[2], b;
 };
 
-// A stage of the ring: kTileK of the summed dimension, of the rows of A and of the columns of B. Each block of a cluster
-// loads half of B, for both.
+// A stage of the ring has kTileK of the summed dimension, for the rows of A and the columns of B. Each block
+// of a cluster loads half of B for both blocks.
 template <int kBytesOfB, int kBytesOfBox>
 struct StageBoxes {
   static constexpr int kBytes = kBoxesA * kBoxBytes + kBytesOfB;
@@ -61,8 +62,8 @@ struct KMajorStage : StageBoxes<kColumns * kTileK * 2, kColumns / kCluster * kTi
 // The columns of a second operand B, which is K-major.
 inline constexpr int kSecondColumns = 8;
 
-// B is MN-major, in boxes of kBox columns: a block loads half of them. An odd number of boxes has no halves, so a block then
-// loads half of the rows of each. Behind them is the second operand B.
+// B is MN-major, in boxes of kBox columns: a block loads half of them. If the number of boxes is odd, a block
+// loads half of the rows of each box. The second operand B follows the boxes.
 template <int kColumns, bool kSecondB>
 struct MnMajorStage
     : StageBoxes<(kColumns + kBox - 1) / kBox * kBoxBytes + (kSecondB ? kSecondColumns * kTileK * 2 : 0),
@@ -104,7 +105,7 @@ __device__ __forceinline__ unsigned char* aligned_ring(unsigned char* shared_mem
                                           ~uintptr_t{1023});
 }
 
-// By one thread, before a barrier of the cluster. releases: warpgroups that release a stage.
+// One thread calls it before a cluster barrier. releases: number of warpgroups that release a stage.
 template <int kCount>
 __device__ __forceinline__ void init_ring(const Maps& maps, uint64_t (&full)[kCount],
                                           uint64_t (&empty)[kCount], int releases = kCluster * kConsumers) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void init_ring(const Maps& maps, uint64_t (&full)[kCo
   mbarrier_init_fence();
 }
 
-// The operands of a tile, by one thread.
+// Loads the operands of a tile; one thread calls it.
 template <class Stage, int kCount, class Epilogue>
 __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epilogue, const Tile& tile,
                                           int rank, unsigned char* ring_memory, uint64_t (&full)[kCount],
@@ -129,7 +130,7 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
     uint64_t* const arrived = &full[ring.stage];
     mbarrier_arrive_expect(arrived, Stage::kBytes - (second_b ? 0 : Stage::kSecondBytes));
     const int k = tile.k0 + i * kTileK;
-    const int row_a = Epilogue::kAMn ? k : tile.m0;  // of the memory of a
+    const int row_a = Epilogue::kAMn ? k : tile.m0;  // row in the memory of A
     bool second = false;
     if constexpr (Epilogue::kPanels) second = row_a >= epilogue.rows_in_first;
     const CUtensorMap* const map_a = &maps.a[second];
@@ -152,16 +153,17 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
 }
 
 #ifdef LIGER_SM90A
-// Issues the wgmmas of a k-block, of that stage: for kCount times 64 rows, which share the operand B. a, b: the low words
-// of the descriptors of stage 0, to which constants are added: between wgmmas few instructions keep the tensor cores busy.
-// add: to the accumulators; else they are overwritten. second: with kSecondB, of the second operand B.
+// Issues the wgmmas of a k-block in this stage for kCount times 64 rows, which share the operand B. a, b: low
+// words of the descriptors of stage 0; other stages only add constants, because many instructions between
+// wgmmas would stall the tensor cores. add: false overwrites the accumulators. second: descriptor of the
+// second operand B, with kSecondB.
 template <class Epilogue, class Stage, bool kSecondB = false, int kCount>
 __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[kCount],
                                               Sums<kSecondColumns>& second, uint32_t a, uint32_t b,
                                               int ring_stage, bool add) {
   using Element = typename Epilogue::Element;
   constexpr bool kAMn = Epilogue::kAMn, kBMn = Epilogue::kBMn;
-  // An instruction has up to 256 columns. Of two the first ends at a box of B.
+  // An instruction has up to 256 columns. If two are needed, the first ends at the end of a box of B.
   constexpr int kFirst = Epilogue::kColumns <= 256 ? Epilogue::kColumns : 2 * kBox,
                 kRest = Epilogue::kColumns - kFirst;
   // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
@@ -191,15 +193,15 @@ __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[k
 #endif
 
 // 1024 bytes align the boxes, as the 128-byte swizzle requires.
-inline constexpr int kAlignmentBytes = 1024, kMostSharedBytes = 226 * 1024;
+inline constexpr int kAlignmentBytes = 1024, kMaxSharedBytes = 226 * 1024;
 template <class Epilogue>
 inline constexpr int kRingStages = std::min(
-    4, (kMostSharedBytes - kAlignmentBytes - kWarps * Epilogue::kSmemBytes) / StageOf<Epilogue>::kBytes);
+    4, (kMaxSharedBytes - kAlignmentBytes - kWarps * Epilogue::kSmemBytes) / StageOf<Epilogue>::kBytes);
 template <class Epilogue>
 inline constexpr int kSharedBytes =
     kRingStages<Epilogue> * StageOf<Epilogue>::kBytes + kWarps * Epilogue::kSmemBytes + kAlignmentBytes;
 
-// K-blocks of the mainloop that follow prefetch() and load().
+// Number of k-blocks that follow prefetch() and load() in the mainloop.
 inline constexpr int kLateBlocks = 2;
 
 // An Epilogue defines the tiles and what is done with the accumulators:
@@ -213,16 +215,17 @@ inline constexpr int kLateBlocks = 2;
 //   static constexpr int kSmemBytes            shared memory of the epilogue per warp, a multiple of 128
 //   static constexpr bool kSecondB             there is a second operand B, of kSecondColumns columns; then
 //     CUtensorMap second_b                     of its transpose, in boxes of kTileK of the summed dimension
-//     bool has_second_b(Tile) const            which tiles are multiplied by it, too
+//     bool has_second_b(Tile) const            true for tiles that are also multiplied by it
 //     void store_second(Sums<kSecondColumns>& sums, Tile, int row, int lane) const
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
-//       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
-//       operands
+//       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay
+//       the operands
 //   Operands load(Tile, int row, int lane) const
 //       then loads what store() needs from global memory
 //   void store(Sums<kColumns>& sums, Operands, Tile, int row, int lane, const EpilogueSmem&) const
-//       row: the first of the 16 rows of the tile that belong to this warp. In lane l, sums[4j + 2h + i] is row
-//       l / 4 + 8h of them and column 8j + 2 (l % 4) + i of the tile. All operands of the tile have arrived.
+//       row: the first of the 16 rows of the tile that belong to this warp. In lane l, sums[4j + 2h + i] is
+//       row l / 4 + 8h of them and column 8j + 2 (l % 4) + i of the tile. All operands of the tile have
+//       arrived.
 template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Epilogue epilogue) {
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
-    // Of stage 0.
+    // Descriptors and barrier addresses of stage 0; other stages add a constant.
     const uint32_t descriptor_a = descriptor_low(Stage::box_a(ring_memory, 0, group)),
                    descriptor_b = descriptor_low(Stage::box_b(ring_memory, 0, 0));
     const uint32_t full_address = shared_address(full);
@@ -288,8 +291,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         add(count, std::false_type{});
       };
-      // The operands of the epilogue are loaded between two loops: in a loop their registers would be selected in
-      // every iteration.
+      // The epilogue's operands are loaded between two loops: inside a loop every iteration would select
+      // their registers.
       const int late = min(tile.k_blocks, kLateBlocks);
       add_k_blocks(tile.k_blocks - late);
       epilogue.prefetch(tile, own_row, lane, smem);

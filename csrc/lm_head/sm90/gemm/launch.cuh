@@ -13,30 +13,27 @@
 
 namespace liger::lm_head {
 
-// The op that errors name.
+// Op name in error messages.
 inline constexpr const char* kGemmOp = "fused_linear_ce";
 
-// The TMA descriptor of a matrix, or of panels of one, in boxes of box_rows x kBox elements.
-inline CUtensorMap map_of(const __nv_bfloat16* memory, int64_t columns, int64_t rows, int64_t panels,
+// The TMA descriptor of a matrix, or of panels of one, in boxes of box_rows x kBox 16-bit elements.
+inline CUtensorMap map_of(const void* memory, int64_t columns, int64_t rows, int64_t panels,
                           int64_t row_stride, int64_t panel_stride, CUtensorMapSwizzle swizzle,
                           int box_rows = sm90::kBox) {
   return tensor_map(kGemmOp, memory, {columns, rows, panels}, {row_stride, panel_stride},
                     {sm90::kBox, box_rows, 1}, swizzle);
 }
 
-inline CUtensorMap matrix_map(const __nv_bfloat16* memory, int64_t rows, int64_t columns, int64_t stride,
+inline CUtensorMap matrix_map(const void* memory, int64_t rows, int64_t columns, int64_t stride,
                               int box_rows = sm90::kBox) {
   return map_of(memory, columns, rows, 1, stride, std::max(rows, int64_t{1}) * stride,
                 CU_TENSOR_MAP_SWIZZLE_128B, box_rows);
 }
 
-inline const __nv_bfloat16* elements(const Tensor& matrix) {
-  return static_cast<const __nv_bfloat16*>(matrix.const_data_ptr());
-}
 inline CUtensorMap matrix_map(const Tensor& matrix, int box_rows = sm90::kBox) {
-  // A single row may have any stride, and TMA takes multiples of 16 bytes.
+  // A single row may have any stride, but TMA requires multiples of 16 bytes.
   const int64_t stride = matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
-  return matrix_map(elements(matrix), matrix.size(0), matrix.size(1), stride, box_rows);
+  return matrix_map(matrix.const_data_ptr(), matrix.size(0), matrix.size(1), stride, box_rows);
 }
 
 // The kernel of an epilogue, its shared memory, and the type of its TMA descriptors.
@@ -73,7 +70,7 @@ cudaLaunchConfig_t launch_config(int blocks, cudaStream_t stream, cudaLaunchAttr
   return config;
 }
 
-// Clusters of the GEMM that are active on the device at a time.
+// Number of clusters of the GEMM that are active on the device at a time.
 template <class Epilogue>
 int resident_clusters(int device) {
   static std::mutex mutex;
@@ -96,7 +93,7 @@ int resident_clusters(int device) {
 }
 
 // all_resident: blocks wait for each other, so all of them must be resident. A cooperative launch guarantees
-// it: no other kernel can hold an SM that this one waits for while it waits for an SM of this one.
+// residency and cannot deadlock with another kernel over SMs.
 template <class Epilogue>
 void launch_gemm(const typename GemmOf<Epilogue>::Maps& maps, const Epilogue& epilogue, int device,
                  cudaStream_t stream, bool all_resident = false) {
@@ -106,7 +103,7 @@ void launch_gemm(const typename GemmOf<Epilogue>::Maps& maps, const Epilogue& ep
   check_cuda(cudaLaunchKernelEx(&config, GemmOf<Epilogue>::kKernel, maps, epilogue), kGemmOp);
 }
 
-// The same for an epilogue of the input gradient, which may need semaphores of serial split-K.
+// Launches an epilogue of the input gradient, which may need semaphores for serial split-K.
 template <class Epilogue>
 void launch_grad_input(const sm90::Maps& maps, const Epilogue& epilogue, int device, cudaStream_t stream) {
   const int64_t count = sm90::split_k_semaphores(epilogue.chunk.rows, epilogue.hidden, epilogue.k_splits);

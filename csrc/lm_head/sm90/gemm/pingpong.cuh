@@ -1,10 +1,10 @@
-// The GEMM of gemm.cuh with a tile per warpgroup, the schedule that CUTLASS calls ping-pong: while one consumer
-// warpgroup runs the epilogue of its tile, the other one has the tensor cores for its own (sm_90a only).
+// The GEMM of gemm.cuh with a tile per warpgroup, the schedule that CUTLASS calls ping-pong: while one
+// consumer warpgroup runs the epilogue of its tile, the other one uses the tensor cores (sm_90a only).
 //
-// Tiles of a block are 128 x 192, two instructions of 64 rows, so a thread has 2 x 96 accumulators. The mainloops of
-// the two warpgroups follow each other: the parity of an mbarrier is that of one fill of its stage only for a warpgroup
-// which knows that the fill before has arrived. Boxes of B have 96 rows, half of a tile: each block of a cluster loads
-// one and multicasts it.
+// Tiles of a block are 128 x 192, two instructions of 64 rows, so a thread has 2 x 96 accumulators. The
+// mainloops of the two warpgroups take turns. A warpgroup may wait on a stage's parity only after it has seen
+// the previous fill of that stage; otherwise the parity is ambiguous. Boxes of B have 96 rows, half of a
+// tile: each block of a cluster loads one box and multicasts it.
 #pragma once
 
 #include "lm_head/sm90/gemm/gemm.cuh"
@@ -13,7 +13,7 @@ namespace liger::sm90 {
 
 inline constexpr int kPingpongStages = 5, kPingpongHalves = kTileM / kBox;
 using PingpongStage = KMajorStage<kPingpongColumns>;
-// A box of the epilogue's result, of one warp: 16 rows of kBox columns.
+// A box of the epilogue's result, per warp: 16 rows of kBox columns.
 inline constexpr int kResultBoxRows = 16, kResultBoxBytes = kResultBoxRows * kBox * 2;
 template <class Epilogue>
 inline constexpr int kPingpongSharedBytes =
@@ -21,17 +21,18 @@ inline constexpr int kPingpongSharedBytes =
 
 struct PingpongMaps {
   Maps operands;
-  // Panels, in boxes of kResultBoxRows x kBox; rows from `rows_in_first` on are in the second.
+  // Panels, in boxes of kResultBoxRows x kBox; rows from `rows_in_first` on are in the second buffer.
   CUtensorMap results[2];
 };
 
-// An Epilogue is as that of gemm_kernel, with K-major operands, the same number of k-blocks in all tiles, and instead of
-// prefetch(), load() and store()
+// The Epilogue contract is the contract of gemm_kernel (gemm.cuh) with these differences: operands are
+// K-major, all tiles have the same number of k-blocks, and two functions replace prefetch(), load() and
+// store():
 //   void prefetch(Tile, int lane, EpilogueSmem) const
 //       near the end of the mainloop
-//   void store(Sums<kColumns> (&sums)[kPingpongHalves], Tile, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2])
-//   const
-//       as that of gemm_kernel, for two halves: row is that of the first one, in the second one it is kBox more
+//   void store(Sums<kColumns> (&sums)[kPingpongHalves], Tile, int row, int lane, EpilogueSmem,
+//              const CUtensorMap (&results)[2]) const
+//       for two halves of the tile: row belongs to the first half; the row of the second half is row + kBox
 template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel_pingpong(const __grid_constant__ PingpongMaps maps,
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
-    // Of stage 0; the boxes of A follow each other.
+    // Descriptors of stage 0; the boxes of A follow each other.
     const uint32_t descriptor_a = descriptor_low(Stage::box_a(ring_memory, 0, 0)),
                    descriptor_b = descriptor_low(Stage::box_b(ring_memory, 0, 0));
     const uint32_t full_address = shared_address(full);
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto await_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
     const auto pass_turn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); };
     int t = cluster + group * clusters;
-    // The stages of the tile that the other warpgroup computes before this one.
+    // Skips the stages of the tile that the other warpgroup computes first.
     const auto skip = [&](int count) {
       const int at = ring.stage + count;
       ring.phase ^= at / kPingpongStages & 1;
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Tile tile = epilogue.tile(t, rank);
       Sums<kPingpongColumns> sums[kPingpongHalves];
       Sums<kSecondColumns> none;
-      // While the other warpgroup computes. Without it the compiler keeps the accumulators through the epilogue, and
-      // spills: it does not know that the first wgmma of a tile could ignore them.
+      // Runs while the other warpgroup computes. Without the clear the compiler keeps the accumulators
+      // through the epilogue and spills: it does not know that the first wgmma of a tile ignores them.
       for (auto& half : sums) clear<kPingpongColumns>(half);
       int previous = -1;
       const auto add_k_blocks = [&](int count) __attribute__((always_inline)) {

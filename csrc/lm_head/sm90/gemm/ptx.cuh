@@ -15,7 +15,7 @@ inline constexpr int kThreads = 128 * (kConsumers + 1);  // with the producer wa
 inline constexpr int kBoxBytes = kBox * kBox * 2;
 inline constexpr int kBoxesA = kTileM / kBox;
 inline constexpr int kWarps = 4 * kConsumers;
-// The accumulators of a thread, for 64 rows of a warpgroup and that many columns.
+// A thread's accumulators for 64 rows per warpgroup and kColumns columns.
 template <int kColumns>
 using Sums = float[kColumns / 2];
 
@@ -36,13 +36,14 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
                : "r"(shared_address(shared)), "r"(rank));
   return remote;
 }
-// Arrives at an mbarrier by its shared::cluster address. Without release semantics at cluster scope, which would
-// cost a device-wide fence: the only accesses to order are wgmma reads, which have completed, before TMA writes.
+// Arrives at an mbarrier by its shared::cluster address. The arrive has no release semantics at cluster
+// scope, which would cost a device-wide fence. The only accesses to order are wgmma reads before TMA writes,
+// and the reads have completed.
 __device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The TMA coordinates of a box: column, row and, for an operand in panels, panel.
+// TMA coordinates of a box; panel: for an operand in panels.
 struct Corner {
   int column, row, panel;
 };
@@ -81,15 +82,16 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Stores a box of a tensor from shared memory; what is out of bounds is not stored. Generic stores to the source need
-// async_fence() and a barrier before.
+// Stores a box from shared memory to a tensor; elements out of bounds are not stored. After generic stores to
+// the source, call async_fence() and a barrier first.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, Corner at) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(source)), "r"(at.column), "r"(at.row), "r"(at.panel)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Wait until the bulk stores of this thread have read their source, or have completed.
+// The first waits until this thread's bulk stores have read their source, the second until they have
+// completed.
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -97,7 +99,7 @@ __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// cp.async of 16 bytes from global to shared memory, for the thread that reads them after copy_async_wait().
+// cp.async of 16 bytes from global to shared memory. The same thread reads them after copy_async_wait().
 __device__ __forceinline__ void copy_async(void* destination, const void* source, CacheHint keep) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
@@ -107,8 +109,8 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Counts what blocks of a launch have done. What a thread, or its warp before __syncwarp(), has written to global memory is
-// visible to a thread that has waited for its count.
+// Counters for blocks of one launch that wait for each other. Global writes of a thread, or of its warp
+// before __syncwarp(), are visible to a thread that has waited for the count.
 __device__ __forceinline__ void count_release(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void store_with_hint(uint4* p, uint4 v, CacheHint kee
                : "memory");
 }
 
-// stmatrix of four 8 x 8 matrices of 16-bit elements; lane 8m + r has the address of row r of matrix m.
+// stmatrix of four 8 x 8 matrices of 16-bit elements; lane 8m + r passes the address of row r of matrix m.
 __device__ __forceinline__ void store_matrices(void* row, uint32_t m0, uint32_t m1, uint32_t m2,
                                                uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -161,13 +163,14 @@ __device__ __forceinline__ uint32_t descriptor_low(const void* shared) {
   return (shared_address(shared) & 0x3ffff) >> 4 | kBoxBytes >> 4 << 16;
 }
 
-// Keeps the compiler from reading the accumulators of that many columns before wgmma_wait().
+// Keeps the compiler from reading the accumulators before wgmma_wait().
 template <int kColumns>
 __device__ __forceinline__ void pin(Sums<kColumns>& d) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// Sets them to 0. The asm statements keep the compiler from turning a branch around them into selections.
+// Sets the accumulators to 0. The asm statements keep the compiler from turning a branch around them into
+// selections.
 template <int kColumns>
 __device__ __forceinline__ void clear(Sums<kColumns>& d) {
 #pragma unroll

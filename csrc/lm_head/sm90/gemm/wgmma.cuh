@@ -73,8 +73,8 @@ namespace liger::sm90 {
     LIGER_WGMMA(type, 8, 4, 5, 6, 7, 8, 9);               \
   }
 
-// d (64 x kColumns, this warpgroup's) = a (64 x 16) b (16 x kColumns) + (keep ? d : 0); a and b are the low words of
-// descriptors.
+// d (64 x kColumns, this warpgroup's) = a (64 x 16) b (16 x kColumns) + (keep ? d : 0); a and b are the low
+// words of descriptors.
 template <typename T, int kColumns, bool kAMn, bool kBMn>
 __device__ __forceinline__ void wgmma(float* d, uint32_t a, uint32_t b, int keep) {
   static_assert(kColumns == 256 || kColumns == 240 || kColumns == 224 || kColumns == 192 || kColumns == 160 ||

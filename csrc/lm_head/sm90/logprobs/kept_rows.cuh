@@ -1,15 +1,16 @@
-// Row kernels of fused_linear_logprobs, whose gradients arrive after the forward: the numbers that a row keeps,
-// and the gradient of its logits from them and from its exponentials.
+// Row kernels of fused_linear_logprobs. Upstream gradients arrive after the forward, so the forward keeps a
+// few numbers per row; the backward computes the gradient of the logits from them and from the exponentials.
 //
-// With E the exponentials of a row and Z their sum, p = E / Z. For logits z (divided by the temperature), with
-// u and w the negative gradients with respect to log-probability and entropy H, over the temperature:
+// With E the exponentials of a row and Z their sum, p = E / Z. For logits z (divided by the temperature),
+// with u and w the negative gradients with respect to log-probability and entropy H, over the temperature:
 //
 //   dz[v] = u * p[v] - u * [v == target] + w * p[v] * (log p[v] + H)
 //
-// Without w this is a scale per row and a one-hot term, as in fused_linear_ce, and E is read only. With w the
-// GEMMs read E * (u + w * (log p + H)) instead, which entropy_gradient() writes.
+// Without w this is a scale per row and a one-hot term, as in fused_linear_ce, and the GEMMs read E. With w
+// the GEMMs read E * (u + w * (log p + H)) instead, which entropy_gradient() writes.
 //
-// float16 stores E times a power of two per row. Z is the sum of the stored exponentials, so all of this holds for them.
+// float16 stores E times a power of two per row. Z is the sum of the stored exponentials, so the formulas
+// hold for them.
 #pragma once
 
 #include "cross_entropy/rule.cuh"
@@ -19,20 +20,20 @@ namespace liger::lm_head {
 
 inline constexpr int kKeptRowThreads = kRowThreads;
 
-// Of a valid row, in the order of the index of valid rows.
+// Data of a valid row, in the order of the index of valid rows.
 struct alignas(16) KeptRow {
   float sum;      // of the exponentials as they are stored; NaN if the target is outside [0, vocab)
   float logprob;  // of the target
   float entropy;  // NaN without metrics
-  // 1: the exponential at the target is less by `sum`, so that it includes the one-hot term; else 0.
+  // 1: `sum` is subtracted from the exponential at the target, which then includes the one-hot term; else 0.
   float one_hot_included;
 };
 static_assert(sizeof(KeptRow) == sm90::kKeptNumbers * sizeof(float));
 
-// Sums of exponentials -> kept rows. The one-hot term of the first row of each class is added in float32 by
-// the epilogues of both gradients. The exponentials of further rows of a class include theirs from here on,
-// which needs no gradient: relative to the scale of the row, the term is `sum`. With float16 so do those of rows whose
-// target has most of the probability. grid: rows of the chunk.
+// Computes kept rows from sums of exponentials. For the first row of each class the epilogues of both
+// gradients add the one-hot term in float32. For further rows of a class this kernel adds it to the
+// exponential. That needs no upstream gradient: relative to the scale of the row, the term is `sum`. In
+// float16, rows dominated by their target also get the one-hot term here. grid: rows of the chunk.
 struct KeepRows {
   ChunkRows chunk;
   const int* index;  // of the valid rows of the chunk
@@ -40,7 +41,7 @@ struct KeepRows {
   int vocab;
   const float* target_logit;
   const int* overflow;     // per row tile
-  const float* reference;  // of rows in tiles with overflow; the target logit is that of the others
+  const float* reference;  // of rows in tiles with overflow; other rows use the target logit
   const float* sums;
   int columns;                  // of sums
   const float* entropy_sums;    // null without metrics
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kKeptRowThreads) keep_rows(const KeepRows p) {
   KeptRow kept = {valid ? sum : NAN, z_target - reference - log_of_sum, NAN, 0.0f};
   if (p.entropy_sums != nullptr) kept.entropy = log_of_sum - entropy_sum / kLog2e / sum;
   bool included = valid && p.class_one_hot != nullptr && p.class_one_hot[target].index != source;
-  float one = 1.0f;  // as which an exponential of 1 is stored
+  float one = 1.0f;  // an exponential of 1 is stored as `one`
   if constexpr (kSmallRange<T>) {
     included = included || (valid && is_mostly_target(ce::exp_from(z_target, reference), sum));
     const int shift = row_shift(p.range.shift[row], included ? sum : 0.0f, kOffset<T>);
@@ -95,25 +96,27 @@ __global__ void __launch_bounds__(kKeptRowThreads) keep_rows(const KeepRows p) {
   p.out[row] = kept;
 }
 
-// entropy_gradient() replaces an exponential E by E * (constant + slope * log2(E)), and that of the target by
-// `target`.
+// entropy_gradient() replaces an exponential E by E * (constant + slope * log2(E)), and the target's
+// exponential by `target`.
 struct EntropyTerm {
   float constant, slope, target;
 };
 
-// An upper bound of |u * p + w * p * (log p + H)| for the classes other than the target, from its log-probability:
-// their probabilities are at most 1 - exp(logprob). |p * (log p + H)| is largest at that end, or at e^(-1 - H).
+// An upper bound of |u * p + w * p * (log p + H)| over the classes other than the target. Their probabilities
+// are at most 1 - exp(logprob). |p * (log p + H)| is largest there or at p = e^(-1 - H).
 __device__ __forceinline__ float largest_beside_target(float u, float w, const KeptRow& kept) {
-  // Of a probability near 1: the logit of the target is summed in another order, so it is off by 1e-5 of the largest.
+  // Error of a probability near 1: the target logit is summed in another order, so it differs by up to 1e-5
+  // of the largest logit.
   constexpr float kError = 0x1p-6f;
   const float most = fminf(kError - fminf(expm1f(kept.logprob), 0.0f), 1.0f);
   const float end = most * fabsf(logf(most) + kept.entropy), turn = expf(-1.0f - kept.entropy);
   return fabsf(u) * most + fabsf(w) * (most > turn ? fmaxf(end, turn) : end);
 }
 
-// Upstream gradients -> scales and one-hot terms of the rows, and the scaled rows for the weight gradient.
-// Rows beyond the count become zeros, so that 0 * x never is NaN. float16: scale_rows() scales the rows, and what
-// entropy_gradient() writes is multiplied by a power of two per row. grid: rows of the chunk.
+// Computes scales and one-hot terms of the rows, and the scaled rows for the weight gradient, from the
+// upstream gradients. Rows beyond the count become zeros, because 0 * x could be NaN otherwise. float16:
+// scale_rows() scales the rows, and entropy_gradient() multiplies its results by a power of two per row.
+// grid: rows of the chunk.
 template <typename T>
 struct RowGradients {
   ChunkRows chunk;
@@ -132,7 +135,7 @@ struct RowGradients {
   OneHot* one_hot;
   OneHot* class_one_hot;       // initially without terms; null without a weight gradient
   EntropyTerm* entropy_terms;  // null without grad_entropy
-  RangeRows range;             // with kSmallRange; largest_scaled is 0 before
+  RangeRows range;             // with kSmallRange; the caller sets largest_scaled to 0
 };
 
 template <typename T>
@@ -198,10 +201,10 @@ __global__ void __launch_bounds__(kKeptRowThreads) row_gradients(const RowGradie
   }
 }
 
-// Exponentials -> the matrix that the GEMMs read if entropies have a gradient. The logarithm is that of the
-// rounded exponential: it is off by at most 2^-8 (float16: 2^-11 unless it is subnormal), one rounding of the
-// result. Rows beyond the count, which the GEMM of the weight gradient multiplies by zeros, become zeros. grid: tiles of
-// rows, times panels.
+// Turns exponentials into the matrix that the GEMMs read if entropies have a gradient. The logarithm of the
+// rounded exponential has an error of at most 2^-8 (float16: 2^-11 unless it is subnormal), one rounding of
+// the result. Rows beyond the count, which the GEMM of the weight gradient multiplies by zeros, become zeros.
+// grid: tiles of rows, times panels.
 struct EntropyGradient {
   ChunkRows chunk;
   Panels from;
@@ -214,8 +217,9 @@ struct EntropyGradient {
 template <typename T>
 __global__ void __launch_bounds__(kKeptRowThreads) entropy_gradient(const EntropyGradient p) {
   constexpr int kVectors = sm90::kPanel / 8;
-  // Below it the exponential is subnormal in float32, or of a column beyond the vocabulary, and p * log(p) is 0.
-  constexpr float kLeast = 0x1p-126f;
+  // A smaller exponential is subnormal in float32 or belongs to a column beyond the vocabulary; p * log(p) is
+  // 0.
+  constexpr float kMinNormal = 0x1p-126f;
   const int row0 = static_cast<int>(blockIdx.x % p.tiles) * sm90::kTileM;
   const int column = static_cast<int>(blockIdx.x / p.tiles) * sm90::kPanel;
   const int count = p.chunk(), rows = min(round_up(count, sm90::kTileK) - row0, sm90::kTileM);
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(kKeptRowThreads) entropy_gradient(const Entrop
       v = from[i];
       const float constant = p.terms[row].constant, slope = p.terms[row].slope;
       const auto replaced = [&](float e) {
-        return e < kLeast ? 0.0f : e * fmaf(slope, __log2f(e), constant);
+        return e < kMinNormal ? 0.0f : e * fmaf(slope, __log2f(e), constant);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(kKeptRowThreads) entropy_gradient(const Entrop
   }
 }
 
-// The elements at the targets, after entropy_gradient(). grid: rows of the chunk / kKeptRowThreads.
+// Writes the elements at the targets, after entropy_gradient(). grid: rows of the chunk / kKeptRowThreads.
 template <typename T>
 __global__ void __launch_bounds__(kKeptRowThreads)
     put_targets(const ChunkRows chunk, const int* index, const ce::Targets targets, int vocab,

@@ -1,10 +1,10 @@
 // fused_linear_logprobs on the wgmma engine: the gradients arrive after the forward.
 //
-// If the exponentials of all rows are kept from the forward to the backward, both take three GEMMs together.
-// The backward does not write to them, so it may run again. Else the backward computes them again, chunk by
-// chunk, and there are four GEMMs.
+// If the exponentials of all rows are kept from the forward to the backward, forward and backward take three
+// GEMMs together. The backward does not write to the exponentials, so it may run again. Otherwise the
+// backward recomputes them, chunk by chunk, which makes four GEMMs.
 //
-// Internal ops, called by python/liger/ops/fused_linear_logprobs_kernel.py.
+// python/liger/ops/fused_linear_logprobs_kernel.py calls these internal ops.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,20 +20,20 @@
 namespace liger {
 namespace {
 
-using lm_head::Bf16;
+using lm_head::Element16;
 using lm_head::KeptRow;
 using lm_head::memory_of;
 
 constexpr const char* kOp = "fused_linear_logprobs";
 using sm90::kKeptNumbers;
 
-// Calls f with a std::type_identity of the elements of a batch, whose dtype IndexedRows has checked.
+// Calls f(std::type_identity<T>) with the element type of a batch; IndexedRows has checked the dtype.
 template <typename F>
 void with_elements(const lm_head::Batch& batch, const F& f) {
-  batch.is_float16() ? f(std::type_identity<__half>{}) : f(std::type_identity<Bf16>{});
+  batch.is_float16() ? f(std::type_identity<__half>{}) : f(std::type_identity<__nv_bfloat16>{});
 }
 
-// The arguments of forward and backward.
+// Arguments of both forward and backward.
 struct Call {
   const Tensor &input, &weight, &target;
   int64_t ignore_index;
@@ -59,7 +59,7 @@ class IndexedRows {
   }
   IndexedRows(const IndexedRows&) = delete;
 
-  // Also writes the results of ignored rows that the problem has pointers for.
+  // Also writes the requested results of ignored rows.
   void index() { lm_head::index_valid_rows(batch_, static_cast<int32_t*>(index_memory_.mutable_data_ptr())); }
   lm_head::Batch& batch() { return batch_; }
 
@@ -69,7 +69,7 @@ class IndexedRows {
   Tensor index_memory_;
 };
 
-// The plan, which exists: the caller has asked takes().
+// The plan exists: the caller has called takes().
 LinearCePlan plan_of(const lm_head::Batch& batch, bool one_chunk, int64_t memory_budget) {
   const LinearCeProblem problem{batch.rows(),           batch.hidden(), batch.vocab(), batch.need_grad_input,
                                 batch.need_grad_weight, true,           memory_budget, 0};
@@ -84,10 +84,10 @@ LinearCePlan plan_of(const lm_head::Batch& batch, bool one_chunk, int64_t memory
 // Work on one chunk of a call: its buffers, and the kernels of kept_rows.cuh.
 class ChunkOfCall {
  public:
-  // grad_input and kept: of the chunk. grad_input is null in a forward and if it is not needed. If kept is null,
-  // it is among the buffers.
-  ChunkOfCall(const lm_head::Batch& batch, const LinearCePlan& plan, size_t index, Bf16* grad_weight,
-              unsigned char* panel_workspace, Bf16* grad_input, KeptRow* kept, bool with_entropy,
+  // grad_input and kept are pointers for this chunk. grad_input is null in a forward and if it is not needed.
+  // If kept is null, the buffers include the kept rows.
+  ChunkOfCall(const lm_head::Batch& batch, const LinearCePlan& plan, size_t index, Element16* grad_weight,
+              unsigned char* panel_workspace, Element16* grad_input, KeptRow* kept, bool with_entropy,
               const Tensor& memory)
       : batch_(batch), planned_(plan.chunks[index]), kept_(kept) {
     Workspace workspace(memory, 0);
@@ -95,7 +95,7 @@ class ChunkOfCall {
     int* const read_counts = workspace.allocate<int>(batch.panels());
     if (kept_ == nullptr) kept_ = workspace.allocate<KeptRow>(planned_.rows);
     if (with_entropy) entropy_terms_ = workspace.allocate<lm_head::EntropyTerm>(planned_.rows);
-    Bf16* const rows = own_rows(batch, plan, index, grad_input != nullptr) ? nullptr : grad_input;
+    Element16* const rows = own_rows(batch, plan, index, grad_input != nullptr) ? nullptr : grad_input;
     buffers_ = lm_head::ChunkBuffers::allocate(batch, planned_, rows, workspace);
     chunk_.emplace(batch, plan, index, planned_, buffers_,
                    lm_head::GradWeightBuffers{grad_weight, panel_workspace, class_one_hot_, read_counts},
@@ -116,20 +116,21 @@ class ChunkOfCall {
 
   // After Chunk::exponentials().
   void keep_rows() const {
-    const lm_head::KeepRows arguments{rows(),
-                                      index(),
-                                      batch_.problem.targets,
-                                      batch_.problem.vocab,
-                                      buffers_.target_logit,
-                                      buffers_.overflow,
-                                      buffers_.scale,
-                                      buffers_.tile_sums,
-                                      static_cast<int>(batch_.sums_per_row()),
-                                      batch_.with_metrics ? buffers_.metrics.entropy_sums : nullptr,
-                                      batch_.need_grad_weight ? class_one_hot_ : nullptr,
-                                      chunk_->panels(),
-                                      kept_,
-                                      buffers_.range};
+    const lm_head::KeepRows arguments{
+        .chunk = rows(),
+        .index = index(),
+        .targets = batch_.problem.targets,
+        .vocab = batch_.problem.vocab,
+        .target_logit = buffers_.target_logit,
+        .overflow = buffers_.overflow,
+        .reference = buffers_.scale,
+        .sums = buffers_.tile_sums,
+        .columns = static_cast<int>(batch_.sums_per_row()),
+        .entropy_sums = batch_.with_metrics ? buffers_.metrics.entropy_sums : nullptr,
+        .class_one_hot = batch_.need_grad_weight ? class_one_hot_ : nullptr,
+        .exponentials = chunk_->panels(),
+        .out = kept_,
+        .range = buffers_.range};
     with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
       lm_head::keep_rows<T><<<blocks(), lm_head::kKeptRowThreads, 0, batch_.stream>>>(arguments);
       check_launch(kOp);
@@ -144,27 +145,36 @@ class ChunkOfCall {
     const float factor = batch_.inverse_temperature / static_cast<float>(batch_.vocab());
     with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
       lm_head::logit_metrics<T><<<blocks(), lm_head::kRowMetricThreads, 0, batch_.stream>>>(
-          {rows(), index(), buffers_.tile_sums, squares, columns, lm_head::elements_of<T>(buffers_.input),
-           static_cast<int>(batch_.hidden()), class_sum, factor, log_sum_sq_probs, mean_logits});
+          {.chunk = rows(),
+           .index = index(),
+           .sums = buffers_.tile_sums,
+           .square_sums = squares,
+           .columns = columns,
+           .input = lm_head::elements_of<T>(buffers_.input),
+           .hidden = static_cast<int>(batch_.hidden()),
+           .class_sum = class_sum,
+           .factor = factor,
+           .log_sum_sq_probs = log_sum_sq_probs,
+           .mean_logits = mean_logits});
       check_launch(kOp);
     });
   }
 
-  // The weight gradient has no one-hot terms in this chunk yet: for kept exponentials, whose first rows of
-  // classes are known.
+  // Clears the one-hot terms of the weight gradient. Chunk::exponentials() does not run for kept
+  // exponentials.
   void clear_one_hot_terms() const {
     if (!batch_.need_grad_weight) return;
     check_cuda(cudaMemsetAsync(class_one_hot_, 0xff, lm_head::class_one_hot_bytes(batch_), batch_.stream),
                kOp);
   }
 
-  // What computes the gradients of the rows.
+  // Arguments of the row-gradient kernels.
   lm_head::KeptChunk kept_chunk() const {
     return {batch_, planned_, batch_.problem.targets, kept_, entropy_terms_, class_one_hot_, buffers_};
   }
 
  private:
-  // Whether the gathered rows are among the buffers, not in the memory of their gradient.
+  // True if the buffers include the gathered rows, which are in the memory of their gradient otherwise.
   static bool own_rows(const lm_head::Batch& batch, const LinearCePlan& plan, size_t index,
                        bool has_grad_input) {
     return !has_grad_input || lm_head::Chunk::separate_rows(batch, plan, index);
@@ -191,13 +201,14 @@ Tensor workspace_of(const lm_head::Batch& batch, const LinearCePlan& plan, bool 
   return empty({most}, ScalarType::Byte, batch.input);
 }
 
-// Whether the engine takes such a call on this device.
+// True if the engine takes such a call on this device.
 bool takes(int64_t rows, int64_t hidden, int64_t vocab, int64_t device) {
   const LinearCeProblem problem{rows, hidden, vocab, true, true, true, 1, 0};
   return lm_head::takes_on_device(problem, static_cast<int>(device));
 }
 
-// The sum of the rows of the weight, (hidden,) float32. The memory of the tensor has room for more.
+// The sum of the rows of the weight, (hidden,) float32. The tensor's memory is longer: launch_row_sums()
+// writes padding.
 Tensor sum_of_classes(const lm_head::Batch& batch) {
   const int64_t length = round_up(batch.hidden(), int64_t{sm90::kTileN});
   const Tensor memory =
@@ -226,7 +237,7 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
   lm_head::Batch& batch = call.batch();
   batch.with_squares = squares_out != nullptr;
   LinearCePlan plan = plan_of(batch, keep, memory_budget);
-  // The split-K is that of the input gradient.
+  // Only the input gradient uses split-K, and a forward has none.
   for (PlannedChunk& chunk : plan.chunks) chunk.k_splits = 1;
 
   const int64_t rows = batch.rows();
@@ -283,7 +294,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
       batch.panels() * panel_elements, " and ", rows * kKeptNumbers);
   call.index();
 
-  // The gradients of entropies need a second matrix, so they are computed in chunks.
+  // Gradients of entropies need a second matrix, so they are computed in chunks.
   const bool one_chunk = keeps && !with_entropy;
   const LinearCePlan plan = plan_of(batch, one_chunk, memory_budget);
   const auto matrix = [&](bool needed, int64_t length) {
@@ -294,15 +305,16 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
   const Tensor panel_workspace =
       one_chunk ? kept : empty({lm_head::panel_workspace_bytes(batch, plan)}, ScalarType::Byte, input);
   const Tensor workspace = workspace_of(batch, plan, need_grad_input);
-  Bf16* const kept_memory = memory_of<Bf16>(kept);
+  Element16* const kept_memory = memory_of<Element16>(kept);
   const lm_head::Panels kept_panels{
       {kept_memory, kept_memory}, {panel_elements, panel_elements}, static_cast<int>(round_up(rows, 128))};
 
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const int64_t first = plan.chunks[i].first;
-    Bf16* const grad_rows = need_grad_input ? memory_of<Bf16>(grad_input) + first * hidden : nullptr;
+    Element16* const grad_rows =
+        need_grad_input ? memory_of<Element16>(grad_input) + first * hidden : nullptr;
     KeptRow* const of_rows = keeps ? memory_of<KeptRow>(kept_rows) + first : nullptr;
-    const ChunkOfCall work(batch, plan, i, memory_of<Bf16>(grad_weight),
+    const ChunkOfCall work(batch, plan, i, memory_of<Element16>(grad_weight),
                            memory_of<unsigned char>(panel_workspace), grad_rows, of_rows, with_entropy,
                            workspace);
     if (keeps) {
@@ -318,7 +330,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
     work.chunk().gradients();
   }
   if (need_grad_input) {
-    lm_head::scatter_rows(batch, batch.row_index.position, rows, memory_of<Bf16>(grad_input));
+    lm_head::scatter_rows(batch, batch.row_index.position, rows, memory_of<Element16>(grad_input));
   }
   const auto result = [&](Tensor& gradient, bool needed, int64_t length) {
     return needed ? torch::stable::narrow(gradient, 0, 0, length) : no_tensor(input.scalar_type(), input);
@@ -333,24 +345,25 @@ namespace lm_head {
 void KeptChunk::row_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy) const {
   const auto blocks = static_cast<unsigned>(planned.rows);
   with_elements(batch, [&]<typename T>(std::type_identity<T>) {
-    const RowGradients<T> arguments{rows(),
-                                    index(),
-                                    targets,
-                                    static_cast<int>(batch.vocab()),
-                                    kept,
-                                    static_cast<const float*>(grad_logprobs.const_data_ptr()),
-                                    static_cast<const float*>(data(grad_entropy)),
-                                    batch.inverse_temperature,
-                                    static_cast<const T*>(batch.input.const_data_ptr()),
-                                    batch.input.stride(0),
-                                    static_cast<int>(batch.hidden()),
-                                    batch.need_grad_weight ? elements_of<T>(buffers.input) : nullptr,
-                                    buffers.scale,
-                                    buffers.one_hot,
-                                    batch.need_grad_weight ? class_one_hot : nullptr,
-                                    entropy_terms,
-                                    buffers.range};
-    // Kept exponentials come without the memset of Chunk::exponentials().
+    const RowGradients<T> arguments{
+        .chunk = rows(),
+        .index = index(),
+        .targets = targets,
+        .vocab = static_cast<int>(batch.vocab()),
+        .kept = kept,
+        .grad_logprobs = static_cast<const float*>(grad_logprobs.const_data_ptr()),
+        .grad_entropy = static_cast<const float*>(data(grad_entropy)),
+        .inverse_temperature = batch.inverse_temperature,
+        .input = static_cast<const T*>(batch.input.const_data_ptr()),
+        .input_stride = batch.input.stride(0),
+        .hidden = static_cast<int>(batch.hidden()),
+        .out = batch.need_grad_weight ? elements_of<T>(buffers.input) : nullptr,
+        .scale = buffers.scale,
+        .one_hot = buffers.one_hot,
+        .class_one_hot = batch.need_grad_weight ? class_one_hot : nullptr,
+        .entropy_terms = entropy_terms,
+        .range = buffers.range};
+    // Chunk::exponentials(), which clears largest_scaled, does not run for kept exponentials.
     if constexpr (kSmallRange<T>) {
       check_cuda(cudaMemsetAsync(arguments.range.largest_scaled, 0, sizeof(*arguments.range.largest_scaled),
                                  batch.stream),
@@ -369,8 +382,12 @@ void KeptChunk::row_gradients(const Tensor& grad_logprobs, const std::optional<T
 
 void KeptChunk::entropy_gradient(const Panels& from, int64_t first, const Panels& to) const {
   const int64_t tiles = ceil_div(planned.rows, int64_t{sm90::kTileM});
-  const EntropyGradient arguments{rows(),       from, static_cast<int>(first), to, static_cast<int>(tiles),
-                                  entropy_terms};
+  const EntropyGradient arguments{.chunk = rows(),
+                                  .from = from,
+                                  .first = static_cast<int>(first),
+                                  .to = to,
+                                  .tiles = static_cast<int>(tiles),
+                                  .terms = entropy_terms};
   const auto grid = static_cast<unsigned>(tiles * batch.panels());
   const auto row_blocks = static_cast<unsigned>(ceil_div(planned.rows, int64_t{kKeptRowThreads}));
   with_elements(batch, [&]<typename T>(std::type_identity<T>) {
@@ -393,9 +410,9 @@ void check_row_gradient(const char* op, const char* name, const Tensor& gradient
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   m.def("takes_logprobs(int rows, int hidden, int vocab, int device) -> bool");
-  // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. Those of
-  // a forward without need_grad_weight serve no weight gradient. log_sum_sq_probs and mean_logits get the values of
-  // valid rows; empty if they are not needed.
+  // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. Those
+  // of a forward without need_grad_weight serve no weight gradient. log_sum_sq_probs and mean_logits get the
+  // values of valid rows; empty if they are not needed.
   m.def("logprobs_forward(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight, Tensor(a!) log_sum_sq_probs, Tensor(b!) mean_logits) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
   m.def("logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool need_grad_input, bool need_grad_weight) -> (Tensor grad_input, Tensor grad_weight)");
 }

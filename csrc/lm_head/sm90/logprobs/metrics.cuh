@@ -1,4 +1,4 @@
-// Two results of fused_linear_logprobs per row, from sums that the logits GEMM has left:
+// Two per-row results of fused_linear_logprobs, from sums of the logits GEMM:
 //
 //   log_sum_sq_probs   log(sum of p^2) = log(sum of E^2) - 2 log(sum of E), of the exponentials E
 //   mean_logits        the mean over classes of the logits, which is linear in the hidden state:
@@ -12,7 +12,7 @@ namespace liger::lm_head {
 
 inline constexpr int kRowMetricThreads = 256;
 
-// A result that is not requested is null, and so is what it follows from.
+// A result that is not requested is null, and so are its inputs.
 template <typename T>
 struct LogitMetrics {
   ChunkRows chunk;
@@ -30,8 +30,8 @@ struct LogitMetrics {
 template <typename T>
 __global__ void __launch_bounds__(kRowMetricThreads) logit_metrics(const LogitMetrics<T> p) {
   __shared__ float scratch[32];
-  // The sum over a tile is at most kMaxRowSum^2 = 2^120, that over all tiles may overflow. It is at least 1, so
-  // that no term that counts underflows.
+  // The sum over a tile is at most kMaxRowSum^2 = 2^120, but the sum over all tiles may overflow without
+  // kScale. The sum is at least 1, so no significant term underflows.
   constexpr float kScale = 0x1p-16f;
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kRowMetricThreads) logit_metrics(const LogitMe
     }
     sum = block_reduce<Sum>(sum, scratch);
     square_sum = block_reduce<Sum>(square_sum, scratch);
-    // One logarithm of a ratio: two large logarithms would cancel.
+    // The logarithm of the ratio is exact where a difference of two large logarithms would cancel.
     if (threadIdx.x == 0) p.log_sum_sq_probs[source] = logf(square_sum / sum / sum / kScale);
   }
   if (p.mean_logits == nullptr) return;

@@ -1,6 +1,6 @@
 // The backward of a linear layer over classes from a row-major dlogits, by the wgmma GEMMs of
-// fused_linear_ce: the weight gradient is accumulated over chunks in its own memory. For losses that compute
-// dlogits in their own way.
+// fused_linear_ce: the weight gradient is accumulated over chunks in its own memory. Losses that compute
+// dlogits themselves use it.
 //
 // Internal ops: the caller allocates all memory as linear_backward_plan() says.
 #include <torch/csrc/stable/library.h>
@@ -17,19 +17,19 @@ namespace {
 
 constexpr const char* kOp = "linear_backward";
 
-// All rows are valid, with scale 1.
+// Makes all rows valid, with scale 1.
 __global__ void __launch_bounds__(kRowThreads) fill_row_scales(int rows, int* count, float* scale) {
   const int row = blockIdx.x * kRowThreads + threadIdx.x;
   if (row == 0) *count = rows;
   if (row < rows) scale[row] = 1.0f;
 }
 
-// The gradients of a chunk whose dlogits is a row-major matrix.
+// A chunk that has dlogits as a row-major matrix.
 struct LinearBackward {
   Tensor grad_logits;    // (rows, vocab)
-  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() returns them
+  Tensor input, weight;  // (rows, hidden), (vocab, hidden); dense() has returned all three
   int64_t k_splits;      // of the input gradient
-  bool first, last;      // of the chunks that the weight gradient accumulates
+  bool first, last;      // chunk that the weight gradient accumulates
   int device;
   cudaStream_t stream;
 };
@@ -43,8 +43,8 @@ int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64
 
 // scale_exponents: block scales of the weight gradient, vocab * hidden / 256 bytes if there are several
 // chunks. grad_input may be the memory of the input. A null gradient is not computed.
-void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* scale_exponents,
-               Bf16* grad_input, const Tensor& workspace) {
+void run_chunk(const LinearBackward& chunk, __nv_bfloat16* grad_weight, unsigned char* scale_exponents,
+               __nv_bfloat16* grad_input, const Tensor& workspace) {
   const int64_t rows = chunk.grad_logits.size(0), vocab = chunk.grad_logits.size(1),
                 hidden = chunk.input.size(1);
   Workspace memory(workspace, 0);
@@ -62,36 +62,46 @@ void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* sc
   const CUtensorMap grad_logits = matrix_map(chunk.grad_logits);
   const ChunkRows all{count, 0, static_cast<int>(rows)};
   if (grad_weight != nullptr) {
-    const OfMatrix<GradWeightEpilogue<Bf16, false, sm90::kTileN>> epilogue{
-        {all,
-         static_cast<int>(vocab),
-         static_cast<int>(hidden),
-         0,
-         none,
-         elements(chunk.input),
-         chunk.input.stride(0),
-         grad_weight,
-         scale_exponents,
-         sm90::kPanel * hidden / sm90::kTileN,
-         chunk.first,
-         chunk.last,
-         nullptr,
-         0,
-         rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN),
-         {}}};
+    const OfMatrix<GradWeightEpilogue<__nv_bfloat16, false, sm90::kTileN>> epilogue{
+        {.chunk = all,
+         .vocab = static_cast<int>(vocab),
+         .hidden = static_cast<int>(hidden),
+         .rows_in_first = 0,
+         .one_hot = none,
+         .input = static_cast<const __nv_bfloat16*>(chunk.input.const_data_ptr()),
+         .input_stride = chunk.input.stride(0),
+         .out = grad_weight,
+         .scale_exponents = scale_exponents,
+         .scale_stride = sm90::kPanel * hidden / sm90::kTileN,
+         .first = chunk.first,
+         .last = chunk.last,
+         .panel_read_counts = nullptr,
+         .panel_offset = 0,
+         .group = rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN),
+         .last_vectors = {}}};
     launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.input)}, epilogue, chunk.device, chunk.stream);
   }
   if (grad_input != nullptr) {
-    const OfMatrix<GradInputEpilogue<Bf16, false, sm90::kTileN>> epilogue{
-        {{all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
-          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial, semaphores}}};
+    const OfMatrix<GradInputEpilogue<__nv_bfloat16, false, sm90::kTileN>> epilogue{
+        {{.chunk = all,
+          .vocab = static_cast<int>(vocab),
+          .hidden = static_cast<int>(hidden),
+          .rows_in_first = 0,
+          .k_splits = static_cast<int>(chunk.k_splits),
+          .scale = scale,
+          .one_hot = none,
+          .weight = static_cast<const __nv_bfloat16*>(chunk.weight.const_data_ptr()),
+          .weight_stride = chunk.weight.stride(0),
+          .out = grad_input,
+          .partial = partial,
+          .semaphores = semaphores}}};
     launch_grad_input({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device,
                       chunk.stream);
   }
 }
 
-// The fields of LinearBackwardPlan, and the workspace of the first chunk and of the others. All zero if the
-// engine cannot take the problem.
+// The fields of LinearBackwardPlan, then the workspace bytes of the first chunk and of other chunks. All zero
+// if the engine cannot take the problem.
 using PlanNumbers = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 PlanNumbers linear_backward_plan(const Tensor& input, const Tensor& weight, int64_t aux_rows,
@@ -117,13 +127,8 @@ PlanNumbers linear_backward_plan(const Tensor& input, const Tensor& weight, int6
           workspace_bytes(plan->chunk_rows, plan->k_splits)};
 }
 
-// Null for a result that is not needed.
-Bf16* written(const Tensor& tensor) {
-  return tensor.numel() > 0 ? static_cast<Bf16*>(tensor.mutable_data_ptr()) : nullptr;
-}
-
-// One chunk. grad_logits (rows, vocab), input and grad_input (rows, hidden). A result that is not needed is
-// empty.
+// Computes one chunk. grad_logits (rows, vocab), input and grad_input (rows, hidden). A result that is not
+// needed is empty.
 void linear_backward(const Tensor& grad_logits, const Tensor& input, const Tensor& weight, int64_t k_splits,
                      bool first, bool last, const Tensor& grad_weight, const Tensor& scale_exponents,
                      const Tensor& workspace, const Tensor& grad_input) {
@@ -133,8 +138,9 @@ void linear_backward(const Tensor& grad_logits, const Tensor& input, const Tenso
   const OpGuard guard("linear_backward", input.get_device_index());
   run_chunk({grad_logits, dense(input), dense(weight), k_splits, first, last, input.get_device_index(),
              current_stream(input)},
-            written(grad_weight), static_cast<unsigned char*>(scale_exponents.mutable_data_ptr()),
-            written(grad_input), workspace);
+            memory_of<__nv_bfloat16>(grad_weight),
+            static_cast<unsigned char*>(scale_exponents.mutable_data_ptr()),
+            memory_of<__nv_bfloat16>(grad_input), workspace);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the kernels of rows.cuh do for the range of float16.
+// Parts of the row kernels that handle the small range of float16.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -6,7 +6,7 @@
 
 namespace liger::lm_head {
 
-// Rows of the weight, one per class.
+// The rows of the weight, one per class.
 template <typename T>
 struct Classes {
   const T* weight;
@@ -14,7 +14,8 @@ struct Classes {
   int vocab, hidden;
 };
 
-// The largest of 16 logits of a row, over the temperature: those of classes at equal distances, two per warp.
+// The largest of 16 logits of a row, over the temperature. The classes are equally spaced; each warp computes
+// two logits.
 template <typename T>
 __device__ __forceinline__ float largest_sample(const Classes<T>& p, const uint4* x,
                                                 const LogitTransform& transform, float inverse_temperature,
@@ -52,7 +53,7 @@ __device__ __forceinline__ float largest_sample(const Classes<T>& p, const uint4
   return block_reduce<Max>(largest, scratch);
 }
 
-// Shifts the tiles of a row that are shifted by less than `shift`. A barrier has to follow.
+// Raises the shift of a row's tiles to `shift` where it is smaller. The caller must call a barrier next.
 template <typename T>
 __device__ __forceinline__ void shift_tiles(const RangeRows& range, const Panels& exponentials, int vocab,
                                             int row, int shift) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void shift_tiles(const RangeRows& range, const Panels
   const int tiles = sm90::logits_tiles(vocab), panels = sm90::panels(vocab);
 #pragma unroll 2
   for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
-    // The last panel may end behind the last tile, in zeros.
+    // The last panel may end after the last tile, in zeros.
     const int tile = min(i / kVectorsOfTile, tiles - 1);
     const int more = shift - range.tile_shifts[int64_t{row} * tiles + tile];
     if (more <= 0) continue;
@@ -71,22 +72,22 @@ __device__ __forceinline__ void shift_tiles(const RangeRows& range, const Panels
   }
 }
 
-// The shift of a row: the largest one of its tiles, or more if it has the one-hot term as an element, which
-// is `one_hot` times an exponential of 1.
+// The shift of a row: the largest shift of its tiles, or more if one of its elements contains the one-hot
+// term, which is `one_hot` times an exponential of 1.
 __device__ __forceinline__ int row_shift(int of_tiles, float one_hot, int offset) {
-  constexpr int kMost = 120;  // so that powers of two are normal numbers
-  return min(max(of_tiles, exponent_of(one_hot) + offset - (kLargestSumExponent - 1)), kMost);
+  constexpr int kMaxShift = 120;  // keeps powers of two normal
+  return min(max(of_tiles, exponent_of(one_hot) + offset - (kLargestSumExponent - 1)), kMaxShift);
 }
 
-// Whether the gradient of the target's logit is a small difference, of its exponential and `one_hot`. As an
-// element it is taken in float32. With a separate one-hot term the exponential is multiplied by a rounded row of
-// the input, and the error is relative to the exponential.
+// True if the gradient of the target's logit is a small difference between its exponential and `one_hot`. If
+// the element contains the one-hot term, the difference is taken in float32. With a separate one-hot term the
+// exponential is multiplied by a rounded row of the input, and the error is relative to the exponential.
 __device__ __forceinline__ bool is_mostly_target(float exponential, float one_hot) {
   return exponential > 0.5f * one_hot;
 }
 
-// float16, after apply_rule() or row_gradients(): scales the gathered rows for the weight gradient. grid: rows of the
-// chunk.
+// float16, after apply_rule() or row_gradients(): scales the gathered rows for the weight gradient. grid:
+// rows of the chunk.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     scale_rows(const ChunkRows chunk, T* input, int hidden, const float* scale,

@@ -1,18 +1,19 @@
-// fused_linear_ce of a sharded vocabulary on the wgmma engine, in steps: each rank has the weight of a shard of the classes, and
-// torch.distributed communicates between the steps (python/liger/distributed/_sm90_shards.py).
+// fused_linear_ce of a sharded vocabulary on the wgmma engine, in steps: each rank has the weight of a shard
+// of the classes, and torch.distributed communicates between the steps
+// (python/liger/distributed/_sm90_shards.py).
 //
 //   shard_begin         once: gathers the valid rows and computes the logits of the targets of this shard
 //     all-reduce        of the logits of the targets, which all ranks use as references
 //   shard_exponentials  a chunk: exponentials, and (reference, sum) of each row
-//     all-gather        of those
+//     all-gather of these pairs
 //   shard_rule          losses, scales, and the input gradient of the shard in float32
 //     all-reduce        of the input gradient
 //   shard_grad_weight   adds to the weight gradient of the shard
 //   shard_finish        once: moves the input gradients of valid rows to their rows
 //
-// Internal ops: the caller has checked the options, and allocates all memory. `rows` are the gathered rows of the whole
-// batch, in the memory of their gradient: that of a chunk is rounded there when its rows have been read for the last
-// time.
+// Internal ops: the caller has checked the options and allocates all memory. `rows` are the gathered rows of
+// the whole batch, in the memory of the input gradient: the gradient of a chunk is rounded into it after its
+// rows have been read for the last time.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -25,12 +26,12 @@ namespace liger::lm_head {
 namespace {
 
 constexpr const char* kOp = "fused_linear_ce";
-// What the options and denominators are checked and prepared as.
+// Op name for the checks of options and denominators.
 constexpr const char* kPreparedAs = "fused_linear_ce";
 
-// --- the ops -------------------------------------------------------------------------------------------------
+// --- the ops -----------------------------------------------------------------------------------------------
 
-// Clusters that run at a time on the device of a tensor, 0 if the engine cannot run there.
+// Number of clusters that run at a time on the device of a tensor, 0 if the engine cannot run there.
 int64_t shard_clusters(const Tensor& input) {
   const DeviceGuard guard(input.get_device_index());
   return clusters_on_device(input.get_device_index());
@@ -67,7 +68,7 @@ void shard_begin(const Tensor& input, const Tensor& weight, const Tensor& target
   gather_shard(batch, ShardState(state, batch.rows()), vocab_start, target_logit, rows);
 }
 
-// sums: (kRankNumbers, rows of the chunk), or with metrics kRankNumbersWithMetrics of them.
+// sums: (kRankNumbers, rows of the chunk), or with metrics (kRankNumbersWithMetrics, rows of the chunk).
 void shard_exponentials(const Tensor& input, const Tensor& weight, std::optional<double> softcap,
                         double temperature, int64_t vocab_start, bool keep, bool need_grad_input,
                         std::vector<int64_t> plan, int64_t index, const Tensor& state,
@@ -126,7 +127,7 @@ void shard_finish(const Tensor& state, const Tensor& grad_input) {
   const OpGuard guard("shard finish", grad_input.get_device_index());
   const Batch batch = shard_batch(grad_input, grad_input, true, false, std::nullopt, 1.0);
   const int64_t rows = batch.rows();
-  scatter_rows(batch, ShardState(state, rows).index(rows).position, rows, memory_of<Bf16>(grad_input));
+  scatter_rows(batch, ShardState(state, rows).index(rows).position, rows, memory_of<Element16>(grad_input));
 }
 
 }  // namespace

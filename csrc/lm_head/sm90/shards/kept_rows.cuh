@@ -1,4 +1,5 @@
-// The rows of a shard of the classes in the backward of log-probabilities, and in a forward that keeps exponentials.
+// Row kernels of a shard of the classes: for the backward of log-probabilities, and for a forward that keeps
+// exponentials.
 #pragma once
 
 #include "lm_head/sm90/logprobs/kept_rows.cuh"
@@ -6,15 +7,15 @@
 
 namespace liger::lm_head {
 
-// The sum of exp(z - reference) of a row over all classes, which the forward has written for each row of the batch. The
-// log-sum-exp, reference + log(sum), is rounded where logits are large.
+// The sum of exp(z - reference) of a row over all classes, as the forward wrote it for each row of the batch.
+// The log-sum-exp, reference + log(sum), is rounded where logits are large.
 struct WholeRow {
   float reference, sum;
 
   __device__ __forceinline__ float log_sum_exp_above(float other) const {
     return (reference - other) + logf(sum);
   }
-  // The sum for another reference.
+  // The sum relative to another reference.
   __device__ __forceinline__ float sum_from(float other) const {
     return sum * ce::exp_from(reference, other);
   }
@@ -25,9 +26,9 @@ struct WholeRows {
   __device__ __forceinline__ WholeRow operator[](int row) const { return {stats[row], stats[rows + row]}; }
 };
 
-// All ranks have the same reference, from which no sum of a tile overflows: the logit of the target, or if that is more
-// than kMostDistance below the log-sum-exp of all classes, the latter. Rows beyond the count get 0. grid: rows of the
-// chunk / kRowThreads.
+// All ranks choose the same reference, from which no tile sum overflows: the logit of the target, or the
+// log-sum-exp of all classes if the logit is more than kMaxDistance below it. Rows beyond the count get 0.
+// grid: rows of the chunk / kRowThreads.
 static __global__ void __launch_bounds__(kRowThreads)
     references_of_whole_rows(const ChunkRows chunk, const int* index, const float* target_logit,
                              const WholeRows whole, float* reference) {
@@ -37,14 +38,14 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (row < chunk()) {
     chosen = target_logit[row];
     const float distance = whole[index[row]].log_sum_exp_above(chosen);
-    if (distance > kMostDistance) chosen += distance;
+    if (distance > kMaxDistance) chosen += distance;
   }
   reference[row] = chosen;
 }
 
-// keep_rows() for a shard, from results of all classes. A sum in a kept row is that of all classes, relative to the
-// reference of this rank. If that is too large, the exponentials of the row are rescaled to the log-sum-exp as
-// reference. grid: rows of the chunk.
+// keep_rows() for a shard, from results of all classes. A kept row has the sum over all classes, relative to
+// the reference of this rank. If the sum is too large, the exponentials of the row are rescaled to the
+// log-sum-exp as reference. grid: rows of the chunk.
 struct KeepShardRows {
   ChunkRows chunk;
   const int* index;
@@ -56,7 +57,7 @@ struct KeepShardRows {
   const float* entropy;  // of the batch; may be null
   const float* reference;
   const int* overflow;
-  const float* recomputed;      // references of rows of tiles with overflow
+  const float* recomputed;      // references of rows in tiles with overflow
   const OneHot* class_one_hot;  // of the shard, as in KeepRows
   Panels exponentials;
   int panels;
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kRowThreads) keep_shard_rows(const KeepShardRo
   const WholeRow whole = p.whole[source];
   float reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.reference[row];
   const float distance = whole.log_sum_exp_above(reference);
-  if (distance > kMostDistance) {
+  if (distance > kMaxDistance) {
     const float log_sum_exp = reference + distance;
     rescale_row<T>(p.exponentials, p.panels, row, ce::exp_from(reference, log_sum_exp));
     reference = log_sum_exp;

@@ -1,20 +1,21 @@
-// fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps (python/liger/distributed/_sm90_logprob_shards.py).
-// The forward:
+// fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps
+// (python/liger/distributed/_sm90_logprob_shards.py). The forward:
 //
 //   shard_logprobs_begin  once: gathers the valid rows and computes the logits of the targets of this shard
 //     all-reduce          of the logits of the targets
-//   shard_exponentials    a chunk: exponentials, and what write_sums() writes of each row
-//     all-gather          of that
+//   shard_exponentials    a chunk: exponentials, and the numbers of write_sums() for each row
+//     all-gather of these numbers
 //   shard_logprobs        results; with kept exponentials also the kept rows
 //
 // The backward knows the sum of each row over all classes, so the ranks exchange no sums:
 //
 //   shard_logprobs_begin, all-reduce
-//   shard_logprob_gradients  a chunk: exponentials unless they are kept, scales, and the input gradient in float32
+//   shard_logprob_gradients  a chunk: exponentials unless they are kept, scales, and the input gradient in
+//   float32
 //     all-reduce             of the input gradient
 //   shard_grad_weight, and once shard_finish, as for the loss
 //
-// Internal ops, as those of shards/fused_linear_ce.cu.
+// Internal ops like the ops of shards/fused_linear_ce.cu: the caller checks options and allocates memory.
 #include <torch/csrc/stable/library.h>
 
 #include <climits>
@@ -49,32 +50,33 @@ void set_problem(ce::Problem& problem, const Tensor& target, int64_t ignore_inde
   problem.predicted = memory_of<int64_t>(argmax);
 }
 
-// After ShardChunk::exponentials(). target_logit: of the rows of the chunk.
+// Called after ShardChunk::exponentials(). target_logit: for the rows of the chunk.
 void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_size,
                const float* target_logit, const Tensor& stats, const Tensor& entropy, KeptRow* kept) {
   const Batch& batch = step.batch;
   const ShardChunk chunk = step.chunk();
-  const KeepShardRows arguments{chunk.rows(),
-                                batch.row_index.index + step.planned.first,
-                                targets,
-                                static_cast<int>(vocab_size),
-                                step.state.local,
-                                target_logit,
-                                whole_rows(stats),
-                                memory_of<float>(entropy),
-                                step.buffers.target_logit,
-                                step.buffers.overflow,
-                                step.buffers.scale,
-                                batch.need_grad_weight ? step.grad_weight.class_one_hot : nullptr,
-                                chunk.panels(),
-                                static_cast<int>(batch.panels()),
-                                kept};
-  keep_shard_rows<Bf16>
+  const KeepShardRows arguments{
+      .chunk = chunk.rows(),
+      .index = batch.row_index.index + step.planned.first,
+      .targets = targets,
+      .vocab = static_cast<int>(vocab_size),
+      .local = step.state.local,
+      .target_logit = target_logit,
+      .whole = whole_rows(stats),
+      .entropy = memory_of<float>(entropy),
+      .reference = step.buffers.target_logit,
+      .overflow = step.buffers.overflow,
+      .recomputed = step.buffers.scale,
+      .class_one_hot = batch.need_grad_weight ? step.grad_weight.class_one_hot : nullptr,
+      .exponentials = chunk.panels(),
+      .panels = static_cast<int>(batch.panels()),
+      .out = kept};
+  keep_shard_rows<__nv_bfloat16>
       <<<static_cast<unsigned>(step.planned.rows), kRowThreads, 0, batch.stream>>>(arguments);
   check_launch(kOp);
 }
 
-// --- the ops -------------------------------------------------------------------------------------------------
+// --- the ops -----------------------------------------------------------------------------------------------
 
 // target is contiguous. Results that are not needed are empty.
 void shard_logprobs_begin(const Tensor& input, const Tensor& weight, const Tensor& target,
@@ -88,8 +90,8 @@ void shard_logprobs_begin(const Tensor& input, const Tensor& weight, const Tenso
   gather_shard(batch, ShardState(state, batch.rows()), vocab_start, target_logit, rows);
 }
 
-// sums: (ranks, numbers as shard_exponentials writes them, rows of the chunk). kept_rows: (rows of the batch, 4), if the
-// exponentials are kept in the panel workspace.
+// sums: (ranks, numbers of shard_exponentials, rows of the chunk). kept_rows: (rows of the batch,
+// 4), if the exponentials are kept in the panel workspace.
 void shard_logprobs(const Tensor& target, int64_t ignore_index, int64_t vocab_size, const Tensor& sums,
                     const Tensor& input, const Tensor& weight, std::vector<int64_t> plan, int64_t index,
                     const Tensor& state, const Tensor& target_logit, const Tensor& rows,
@@ -106,8 +108,9 @@ void shard_logprobs(const Tensor& target, int64_t ignore_index, int64_t vocab_si
             memory_of<KeptRow>(kept_rows) + step.planned.first);
 }
 
-// stats, entropy: of the forward; entropy may be empty without grad_entropy. With kept exponentials kept_rows is that of
-// shard_logprobs; without grad_entropy they are the panel workspace then, else `kept`.
+// stats and entropy come from the forward; entropy may be empty without grad_entropy. With kept exponentials
+// kept_rows comes from shard_logprobs, and the exponentials are in the panel workspace without grad_entropy,
+// in `kept` with it.
 void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
                              const Tensor& target, int64_t vocab_size, double temperature,
                              const Tensor& stats, const Tensor& entropy, const Tensor& kept,
@@ -154,7 +157,7 @@ void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Te
                             step.buffers};
   gradients.row_gradients(grad_logprobs, grad_entropy);
   if (grad_entropy) {
-    Bf16* const memory = memory_of<Bf16>(kept);
+    Element16* const memory = memory_of<Element16>(kept);
     const int64_t padded = round_up(all_rows, int64_t{sm90::kTileM}), stride = padded * sm90::kPanel;
     const Panels of_batch{{memory, memory}, {stride, stride}, static_cast<int>(padded)};
     gradients.entropy_gradient(keeps ? of_batch : chunk.panels(), keeps ? first : 0, chunk.panels());

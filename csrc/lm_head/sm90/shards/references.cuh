@@ -1,16 +1,16 @@
-// How far the references of a shard of the classes may be from that of the whole row.
+// The largest distance between the reference of a shard and the reference of the whole row.
 #pragma once
 
 #include "lm_head/sm90/epilogues/common.cuh"
 
 namespace liger::lm_head {
 
-// An exponential is stored relative to a reference that is at most this far, in nats, below that of the whole row.
-// Beyond it they are rescaled: the scale of a row that has its one-hot term as an element divides by the
-// distance's exponential, and their product must stay in the range of bf16.
-inline constexpr float kMostDistance = 40.0f;
+// Exponentials are stored relative to a reference at most this far, in nats, below the reference of the whole
+// row. Beyond the limit they are rescaled: if an element contains the one-hot term, it is divided by the
+// scale of its row, which contains the exponential of the distance, and must stay in the range of bf16.
+inline constexpr float kMaxDistance = 40.0f;
 
-// Multiplies the exponentials of a row of a chunk, one block. A barrier has to follow.
+// Multiplies the exponentials of a row of a chunk; one block calls it, and must call a barrier next.
 template <typename T>
 __device__ __forceinline__ void rescale_row(const Panels& exponentials, int panels, int row, float factor) {
   constexpr int kVectors = sm90::kPanel / 8;

@@ -1,20 +1,21 @@
-// Kernels on the rows of a chunk where the classes are sharded over devices (step.h). A rank has the weight of
-// some classes, its shard; every rank has the same rows.
+// Kernels on the rows of a chunk where the classes are sharded over devices (step.h). A rank has the weight
+// of some classes, its shard; every rank has the same rows.
 //
-// A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks know, or
-// after an overflow of a tile the largest logit of its shard. The ranks exchange (reference, sum) of each row and add
-// the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
+// A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks
+// know, or after a tile overflow the largest logit of its shard. The ranks exchange (reference, sum) of each
+// row and add the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
 #pragma once
 
 #include <type_traits>
 
 #include "lm_head/sm90/epilogues/grad_input.cuh"
-#include "lm_head/sm90/rows/rows.cuh"
+#include "lm_head/sm90/rows/apply_rule.cuh"
 #include "lm_head/sm90/shards/references.cuh"
 
 namespace liger::lm_head {
 
-// The targets of a shard: its class, or -1 if the target is a class of another rank, out of range or ignored.
+// The targets of a shard: an index into its classes, or -1 if the target belongs to another rank, is out of
+// range or ignored.
 template <typename Index>
 __global__ void __launch_bounds__(kRowThreads)
     local_targets(const Index* targets, int64_t ignore_index, int64_t start, int classes, int64_t rows,
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(kRowThreads)
   local[row] = owned ? static_cast<int32_t>(column) : -1;
 }
 
-// What gather() does beside its copies, for rows that were gathered before: no tile has an overflow, and each class
-// has its first row.
+// Replaces gather() for rows that were gathered before: resets the overflow of tiles and finds the first row
+// of each class.
 static __global__ void __launch_bounds__(kRowThreads)
     claim_first_rows(const ChunkRows chunk, const int* index, const int32_t* local, FirstRowOfClass first_row,
                      int* overflow, int tiles) {
@@ -38,14 +39,15 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (local[source] >= 0) first_row.claim(local[source], source);
 }
 
-// What this rank sends of the rows of a chunk (kRankNumbers). Rows beyond the count have zeros. grid: a warp per row.
+// Writes the numbers per row that this rank sends (kRankNumbers). Rows beyond the count have zeros. grid: a
+// warp per row.
 struct ShardSums {
   ChunkRows chunk;
   const float* target_logit;
   const float* sums;
   int columns;  // of sums
   const int* overflow;
-  const float* recomputed;  // references of rows of tiles with overflow
+  const float* recomputed;  // references of rows in tiles with overflow
   RowMetrics metrics;       // null without metrics
   int vocab_start;          // the first class of the shard, for keys
   float* out;               // (kRankNumbers or kRankNumbersWithMetrics, chunk.rows)
@@ -77,7 +79,7 @@ static __global__ void __launch_bounds__(kRowThreads) write_shard_sums(const Sha
   p.out[4 * rows + row] = __uint_as_float(static_cast<uint32_t>(key));
 }
 
-// Those of all ranks, (ranks, numbers, rows).
+// Row sums gathered from all ranks, shape (ranks, numbers, rows).
 struct RankSums {
   const float* memory;
   int ranks, rank, rows, numbers;  // rank: this one
@@ -96,14 +98,14 @@ struct RankSums {
 template <typename T>
 struct ShardOf {};
 
-// apply_rule() for a shard: the problem is that of all classes; weight, exponentials and one-hot terms are those of
-// the shard.
+// apply_rule() for a shard: the problem describes all classes; weight, exponentials and one-hot terms belong
+// to the shard.
 template <typename T>
 struct Rule<ShardOf<T>> : Rule<T> {
   static constexpr bool kShard = true;
   static_assert(!kSmallRange<T>, "the shifts of float16 are relative to sums of one rank");
   RankSums ranks;
-  const int32_t* local;  // the targets of the shard, of the rows of the batch
+  const int32_t* local;  // the targets of the shard, for the rows of the batch
   int panels;            // of the exponentials
 
   // The statistics of a row of all classes.
@@ -135,14 +137,14 @@ struct Rule<ShardOf<T>> : Rule<T> {
     stats.best_column = column_of_key(best);
   }
 
-  // What belongs to the row of all classes -> what belongs to its exponentials on this rank.
+  // Converts coefficients of the whole row to coefficients of its exponentials on this rank.
   template <typename Stats>
   __device__ __forceinline__ void restrict_to_shard(int row, ce::Row& r, Stats& stats,
                                                     ce::GradientCoefficients& g) const {
     if (r.target >= 0) r.target = local[r.index];
     if (ranks.sum(ranks.rank, row) == 0.0f) return;  // all exponentials are 0
     const float reference = ranks.reference(ranks.rank, row), factor = ce::exp_from(reference, stats.max);
-    if (stats.max - reference > kMostDistance) {
+    if (stats.max - reference > kMaxDistance) {
       rescale_row<T>(this->exponentials, panels, row, factor);
       __syncthreads();
       return;
@@ -152,7 +154,7 @@ struct Rule<ShardOf<T>> : Rule<T> {
   }
 };
 
-// The input gradient of a shard in float32: ranks add theirs before it is rounded.
+// The input gradient of a shard in float32: ranks add their gradients before rounding.
 template <typename T, bool kPartialTiles, int kTileColumns>
 struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns> {
   using Base = GradInputEpilogue<T, kPartialTiles, kTileColumns>;

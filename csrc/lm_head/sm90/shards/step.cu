@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "lm_head/sm90/chunk/step.h"
+#include "lm_head/sm90/chunk/select_kernel.h"
 #include "lm_head/sm90/gemm/launch.cuh"
 #include "lm_head/sm90/logprobs/kept_rows.cuh"
 #include "lm_head/sm90/shards/rows.cuh"
@@ -18,7 +18,7 @@ unsigned blocks_of(int64_t rows, int rows_per_block) {
 
 }  // namespace
 
-// --- a batch -------------------------------------------------------------------------------------------------
+// --- a batch -----------------------------------------------------------------------------------------------
 
 ShardState::ShardState(const Tensor& memory, int64_t rows) {
   Workspace workspace(memory, 0);
@@ -52,13 +52,13 @@ void gather_shard(Batch& batch, const ShardState& state, int64_t vocab_start, co
   batch.problem.targets = {state.local, true, ignore_index};
   const LinearCePlan whole{{{0, count, 1}}, 0, 0, 0, 0};
   ChunkBuffers buffers{};
-  buffers.input = memory_of<Bf16>(rows);
+  buffers.input = memory_of<Element16>(rows);
   buffers.target_logit = memory_of<float>(target_logit);
   buffers.overflow = state.no_overflow;
   Chunk(batch, whole, 0, whole.chunks[0], buffers, {}, nullptr).gather();
 }
 
-// --- a chunk -------------------------------------------------------------------------------------------------
+// --- a chunk -----------------------------------------------------------------------------------------------
 
 void ShardChunk::exponentials(const ShardState& state) const {
   const NvtxRange range("exponentials");
@@ -72,15 +72,15 @@ void ShardChunk::exponentials(const ShardState& state) const {
 }
 
 void ShardChunk::write_sums(int64_t vocab_start, float* sums) const {
-  const ShardSums found{rows(),
-                        buffers_.target_logit,
-                        buffers_.tile_sums,
-                        static_cast<int>(batch_.sums_per_row()),
-                        buffers_.overflow,
-                        buffers_.scale,
-                        buffers_.metrics,
-                        static_cast<int>(vocab_start),
-                        sums};
+  const ShardSums found{.chunk = rows(),
+                        .target_logit = buffers_.target_logit,
+                        .sums = buffers_.tile_sums,
+                        .columns = static_cast<int>(batch_.sums_per_row()),
+                        .overflow = buffers_.overflow,
+                        .recomputed = buffers_.scale,
+                        .metrics = buffers_.metrics,
+                        .vocab_start = static_cast<int>(vocab_start),
+                        .out = sums};
   write_shard_sums<<<blocks_of(chunk_.rows, kRowThreads / 32), kRowThreads, 0, batch_.stream>>>(found);
   check_launch(kOp);
 }
@@ -95,12 +95,12 @@ void ShardChunk::apply_rule(const ShardState& state, const Tensor& sums, int64_t
   require(0 <= rank && rank < sums.size(0), kOp, ": rank is ", rank, ", expected one of ", sums.size(0));
   const RankSums of_ranks{static_cast<const float*>(sums.const_data_ptr()), static_cast<int>(sums.size(0)),
                           static_cast<int>(rank), static_cast<int>(chunk_.rows), numbers};
-  Rule<ShardOf<Bf16>> rule{this->rule<Bf16>(gradient), of_ranks, state.local,
-                           static_cast<int>(batch_.panels())};
-  rule.columns = 0;  // the sums of the ranks replace those of the tiles
+  Rule<ShardOf<__nv_bfloat16>> rule{this->rule<__nv_bfloat16>(gradient), of_ranks, state.local,
+                                    static_cast<int>(batch_.panels())};
+  rule.columns = 0;  // the sums of the ranks replace the tile sums
   rule.metrics = {};
-  const auto kernel =
-      metrics ? lm_head::apply_rule<ShardOf<Bf16>, true> : lm_head::apply_rule<ShardOf<Bf16>, false>;
+  const auto kernel = metrics ? lm_head::apply_rule<ShardOf<__nv_bfloat16>, true>
+                              : lm_head::apply_rule<ShardOf<__nv_bfloat16>, false>;
   kernel<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
   check_launch(kOp);
 }
@@ -109,14 +109,14 @@ void ShardChunk::grad_input(float* sum) const {
   const NvtxRange range("grad_input");
   with_gradient_tiles<sm90::kGradInputWidths>(
       batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
-        const FloatGradInputEpilogue<Bf16, partial_tiles.value, columns.value> epilogue{
-            {this->grad_input_of<Bf16>()}, sum};
+        const FloatGradInputEpilogue<__nv_bfloat16, partial_tiles.value, columns.value> epilogue{
+            {this->grad_input_of<__nv_bfloat16>()}, sum};
         launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::StageOf<decltype(epilogue)>::kBoxRowsB)),
                           epilogue, batch_.device, batch_.stream);
       });
 }
 
-// --- a step --------------------------------------------------------------------------------------------------
+// --- a step ------------------------------------------------------------------------------------------------
 
 int64_t ShardStep::workspace_bytes(const Batch& batch, const PlannedChunk& chunk) {
   return Workspace::bytes_for({class_one_hot_bytes(batch), batch.panels() * int64_t{sizeof(int)},
@@ -137,10 +137,10 @@ ShardStep::ShardStep(const char* op, const StepArguments& a)
   batch.problem.rows = batch.rows();
   Workspace memory(a.workspace, 0);
   grad_weight = {
-      memory_of<Bf16>(a.grad_weight), static_cast<unsigned char*>(a.panel_workspace.mutable_data_ptr()),
+      memory_of<Element16>(a.grad_weight), static_cast<unsigned char*>(a.panel_workspace.mutable_data_ptr()),
       memory.allocate<OneHot>(batch.panels() * sm90::kPanel), memory.allocate<int>(batch.panels())};
-  buffers = ChunkBuffers::allocate(batch, planned, memory_of<Bf16>(a.rows) + planned.first * batch.hidden(),
-                                   memory);
+  buffers = ChunkBuffers::allocate(batch, planned,
+                                   memory_of<Element16>(a.rows) + planned.first * batch.hidden(), memory);
   references = buffers.target_logit;
   buffers.target_logit = memory_of<float>(a.target_logit) + planned.first;
   kept_rows = memory.allocate<KeptRow>(planned.rows);

@@ -1,4 +1,4 @@
-// What the ops of this folder share: one step of a chunk where the classes are sharded over ranks.
+// One step of a chunk with the classes sharded over ranks; the ops of this folder use it.
 // A rank has the weight of some classes, its shard; every rank has the same rows.
 #pragma once
 
@@ -12,11 +12,11 @@ struct EntropyTerm;
 using sm90::kRankNumbers;
 using sm90::kRankNumbersWithMetrics;
 
-// What the steps of all chunks read.
+// Data that the steps of all chunks read.
 struct ShardState {
-  int32_t* row_index;  // of valid rows, as index_valid_rows() takes its memory
-  int32_t* local;      // the targets of the shard, of all rows
-  int* no_overflow;    // written by gather_shard(), and not used
+  int32_t* row_index;  // index of valid rows, memory for index_valid_rows()
+  int32_t* local;      // the targets of the shard, for all rows
+  int* no_overflow;    // gather_shard() writes it, nothing reads it
 
   ShardState(const Tensor& memory, int64_t rows);
   static int64_t bytes(int64_t rows);
@@ -28,9 +28,9 @@ struct ShardState {
 Batch shard_batch(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
                   std::optional<double> softcap, double temperature, bool with_metrics = false);
 
-// Indexes and gathers the valid rows of the whole batch, with the logits of their targets: 0 for a target of another
-// shard, so the all-reduce adds zeros to one number. Writes the results of ignored rows. batch.problem is that of all
-// classes; target_logit and rows have the memory for all rows.
+// Indexes and gathers the valid rows of the whole batch and computes the logits of their targets: 0 for a
+// target of another shard, so the all-reduce adds only zeros to the logit. Writes the results of ignored
+// rows. batch.problem describes all classes; target_logit and rows have memory for all rows.
 void gather_shard(Batch& batch, const ShardState& state, int64_t vocab_start, const Tensor& target_logit,
                   const Tensor& rows);
 
@@ -40,12 +40,12 @@ class ShardChunk : public Chunk {
   using Chunk::Chunk;
   using Chunk::clear_class_one_hot, Chunk::rows;
 
-  // Of the rows of gather_shard().
+  // Computes the exponentials of the rows that gather_shard() has gathered.
   void exponentials(const ShardState& state) const;
-  // What the ranks exchange of each row after exponentials(): (kRankNumbers or kRankNumbersWithMetrics, rows).
+  // Writes the numbers that the ranks exchange after exponentials(), (kRankNumbers or
+  // kRankNumbersWithMetrics, rows).
   void write_sums(int64_t vocab_start, float* sums) const;
-  // Chunk::apply_rule() from the sums of all ranks, (ranks, numbers, rows of the chunk). rank: this one, whose gradient
-  // is computed.
+  // Chunk::apply_rule() from the sums of all ranks, (ranks, numbers, rows of the chunk). rank: this process.
   void apply_rule(const ShardState& state, const Tensor& sums, int64_t rank, bool gradient) const;
   // sum: (rows of the chunk, hidden).
   void grad_input(float* sum) const;
@@ -54,8 +54,8 @@ class ShardChunk : public Chunk {
   const int* chunk_index() const { return batch_.row_index.index + chunk_.first; }
 };
 
-// Arguments that all steps of a chunk take. input and weight are as dense() returns them; target_logit has
-// padded_rows() of all rows; a weight gradient that is not needed is empty.
+// Arguments that all steps of a chunk take. dense() has returned input and weight; target_logit has
+// padded_rows() elements for all rows; a weight gradient that is not needed is empty.
 struct StepArguments {
   const Tensor &input, &weight;
   std::optional<double> softcap;
@@ -75,7 +75,7 @@ struct ShardStep {
 
   static int64_t workspace_bytes(const Batch& batch, const PlannedChunk& chunk);
 
-  // Of the batch and the buffers as they are now.
+  // A Chunk view of the current batch and buffers.
   ShardChunk chunk() const { return {batch, plan, index, planned, buffers, grad_weight, nullptr}; }
 
   const OpGuard guard;
@@ -85,8 +85,8 @@ struct ShardStep {
   const size_t index;
   const PlannedChunk planned;
   GradWeightBuffers grad_weight;
-  ChunkBuffers buffers;  // target_logit: that of all rows, from this chunk on
-  // Memory of the backward of log-probabilities, for the rows of the chunk.
+  ChunkBuffers buffers;  // target_logit points into the logits of all rows, at this chunk
+  // Memory for the backward of log-probabilities, per row of the chunk.
   float* references;
   KeptRow* kept_rows;
   EntropyTerm* entropy_terms;
