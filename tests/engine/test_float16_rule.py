@@ -131,7 +131,7 @@ def test_the_constants_are_those_of_the_kernels():
     assert threads // 32 * constant("rows/float16_range.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
     assert constant("sizes.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE
     assert constant("sizes.h", r"kTileN = (\d+)") == float16_rule.SCALE_COLUMNS
-    assert 2.0 ** constant("exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
+    assert 2.0 ** constant("epilogues/exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
     assert 2.0 ** constant("logprobs/kept_rows.cuh", r"kError = 0x1p(-\d+)f") == float16_rule.BOUND_ERROR
 
 

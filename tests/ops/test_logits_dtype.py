@@ -307,14 +307,14 @@ BAD = {
     "input has dtype float64, expected float16, bfloat16 or float32 with": (
         {}, {"input": torch.float64, "weight": torch.float64},
     ),
-    "weight has dtype bfloat16, expected float32 or the dtype of input, float16": (
+    "weight has dtype bfloat16, expected float32 or that of input, float16": (
         {}, {"input": torch.float16, "weight": torch.bfloat16},
     ),
-    "weight has dtype float16, expected float32 or the dtype of input, float32": ({}, {"weight": torch.float16}),
-    "bias has dtype float16, expected float32 or the dtype of input, bfloat16": (
+    "weight has dtype float16, expected float32 or that of input, float32": ({}, {"weight": torch.float16}),
+    "bias has dtype float16, expected float32 or that of input, bfloat16": (
         {}, {"input": torch.bfloat16, "bias": torch.float16},
     ),
-    "weight has dtype float32, expected the dtype of input, bfloat16": (
+    "weight has dtype float32, expected that of input, bfloat16": (
         {"logits_dtype": None}, {"input": torch.bfloat16},
     ),
 }  # fmt: skip
