@@ -144,7 +144,7 @@ struct Formula {
     needs_all = !has_needs || std::count(differentiable.begin(), differentiable.end(), true) > 1;
   }
 
-  // Whether the node gives all gradients of a call.
+  // True if the node computes all gradients of a call.
   bool serves(const IValue* args) const {
     for (const Input& input : inputs) {
       const IValue& value = args[input.position];
@@ -193,7 +193,7 @@ struct OpNode final : Node {
     return tensors;
   }
 
-  // Whether the backward op computes what is asked for, without the formula in Python.
+  // True if the backward op alone can compute the gradients, without the formula in Python.
   bool is_plain(const variable_list& grads) const {
     if (c10::GradMode::is_enabled()) return false;
     // Modes, transforms and batches of gradients include further keys.

@@ -51,13 +51,13 @@ struct SmemRowShape {
     return extra_offset(plan) + kWarps * plan.stages * (plan.part_bytes + static_cast<int>(sizeof(uint64_t)));
   }
 
-  // The smallest cluster in [fewest, most] whose shared memory holds a row. Odd sizes above one are excluded:
-  // they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB of shared
-  // memory per resident block. part_bytes: a multiple of 8.
-  static constexpr SmemRowPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin,
-                                    int part_bytes = 0) {
+  // The smallest cluster in [min_blocks, max_blocks] whose shared memory holds a row. Odd sizes above one are
+  // excluded: they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB of
+  // shared memory per resident block. part_bytes: a multiple of 8.
+  static constexpr SmemRowPlan plan(int64_t row_vectors, int min_blocks, int max_blocks,
+                                    int shared_memory_optin, int part_bytes = 0) {
     const int available = (shared_memory_optin + 1024) / kBlocksPerSm - 1024;
-    for (int blocks = fewest; blocks <= most; ++blocks) {
+    for (int blocks = min_blocks; blocks <= max_blocks; ++blocks) {
       if (blocks > 1 && blocks % 2 != 0) continue;
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * kCopies * 16 > available) continue;

@@ -35,7 +35,7 @@ struct Reference {
     centre = rounded ? z : 0.0f;
     exponent = rounded ? 0.0f : product;
   }
-  // What y is less for another reference.
+  // The amount by which y is smaller for another reference.
   __device__ __forceinline__ float shift_to(const Reference& other, float scale) const {
     return fmaf(other.centre - centre, scale, other.exponent - exponent);
   }

@@ -21,11 +21,12 @@ constexpr double kPrefetchFlops = 8e10;
 // row saves 6 H V FLOPs at 700 TFLOP/s. Compacting therefore pays if skipped rows x V >= kRowCost x rows.
 constexpr int64_t kRowCost = 256;
 
-// Equal chunks of at most `most` rows: the GEMMs of a short last chunk would run at a fraction of the speed.
-int64_t equal_chunks(int64_t rows, int64_t most) {
-  const int64_t equal = ceil_div(rows, ceil_div(rows, most));
+// Equal chunks of at most `max_rows` rows: the GEMMs of a short last chunk would run at a fraction of the
+// speed.
+int64_t equal_chunks(int64_t rows, int64_t max_rows) {
+  const int64_t equal = ceil_div(rows, ceil_div(rows, max_rows));
   const int64_t whole_tiles = round_up(equal, kTileRows);
-  return whole_tiles <= most ? whole_tiles : equal;
+  return whole_tiles <= max_rows ? whole_tiles : equal;
 }
 
 int64_t prefetch_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t first_chunk) {
@@ -139,9 +140,9 @@ ChunkLayout lay_out_chunks(const ChunkProblem& p, bool need_grad_input, int64_t 
 
   const int64_t equal = layout.rows > 0 ? equal_chunks(layout.rows, plan.chunk_rows) : 0;
   for (int64_t first = 0; first < layout.rows;) {
-    const int64_t most = growing ? rows_that_fit(p, layout, first) : equal;
-    const int64_t rows = std::min(most, layout.rows - first);
-    layout.chunks.push_back({first, rows, growing ? (first + most) * p.hidden : 0});
+    const int64_t fitting = growing ? rows_that_fit(p, layout, first) : equal;
+    const int64_t rows = std::min(fitting, layout.rows - first);
+    layout.chunks.push_back({first, rows, growing ? (first + fitting) * p.hidden : 0});
     first += rows;
   }
   return layout;

@@ -1,4 +1,4 @@
-// How the generic engine of fused_linear_ce cuts its rows into chunks within a memory budget.
+// The planner of the generic engine: cuts the rows of fused_linear_ce into chunks within a memory budget.
 #pragma once
 
 #include <cstdint>

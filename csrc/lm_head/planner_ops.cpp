@@ -15,10 +15,10 @@
 namespace liger {
 namespace {
 
-void require_at_least(const char* op, const char* name, int64_t value, int64_t least) {
-  if (value >= least) return;
+void require_at_least(const char* op, const char* name, int64_t value, int64_t minimum) {
+  if (value >= minimum) return;
   throw std::runtime_error(std::string(op) + ": " + name + " is " + std::to_string(value) +
-                           ", expected at least " + std::to_string(least));
+                           ", expected at least " + std::to_string(minimum));
 }
 
 std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,

@@ -70,7 +70,7 @@ struct RowRing {
 };
 
 // One float per row, for instance rstd. A group loads the values of the next `lookahead` steps at once, one
-// per lane: a load in every step would queue behind the row copies in flight.
+// per lane: a load in every step would wait for the row copies in flight.
 template <int R>
 struct RowScalars {
   const float* values;

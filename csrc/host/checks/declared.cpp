@@ -198,7 +198,7 @@ class Check {
     return std::nullopt;
   }
 
-  // What the messages call a dimension of the main tensor.
+  // The text for a dimension of the main tensor in messages.
   std::string described(const std::string& dim) const {
     return "the " + (dim == dims().back() ? "last dimension" : dim) + " of " + name_;
   }

@@ -30,7 +30,8 @@ int query(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
     }
     return active;
   }
-  // Less than sm_count / blocks if the number of SMs in a GPC is not a multiple of the cluster size.
+  // The result is less than sm_count / blocks if the number of SMs in a GPC is not a multiple of the cluster
+  // size.
   check_cuda(cudaOccupancyMaxActiveClusters(&active, kernel, &config), op);
   return active;
 }

@@ -5,7 +5,7 @@
 
 namespace liger {
 
-// How an SM divides its memory between shared memory and L1 cache.
+// The division of an SM's memory between shared memory and L1 cache.
 enum class Carveout { kByDriver, kShared };
 
 // Raises the limit of a kernel to the maximum of the current device, once per kernel and device. The limit is

@@ -28,17 +28,17 @@ class SmemRowLaunch {
   SmemRowLaunch(const char* op, int64_t row_vectors, const DeviceAttributes& device, int part_bytes = 0)
       : op_(op), row_vectors_(row_vectors), device_(device), part_bytes_(part_bytes) {}
 
-  // Adds the kernel of a SmemRowShape with the smallest cluster in [fewest, most] whose shared memory
-  // holds a row, and with the next larger cluster that holds it. At equal utilisation the earlier candidate
-  // is kept.
+  // Adds the kernel of a SmemRowShape with the smallest cluster in [min_blocks, max_blocks] whose shared
+  // memory holds a row, and with the next larger cluster that holds it. At equal utilisation the earlier
+  // candidate is kept.
   template <typename Shape>
-  void add_candidate(Kernel kernel, Grid grid, int fewest = 1, int most = kPortableCluster) {
+  void add_candidate(Kernel kernel, Grid grid, int min_blocks = 1, int max_blocks = kPortableCluster) {
     const int block_slots = device_.sm_count * Shape::kBlocksPerSm;
     for (int more = 0; more < 2 && utilisation_ < kEnoughUtilisation; ++more) {
-      const SmemRowPlan plan =
-          Shape::plan(row_vectors_, fewest, most, device_.shared_memory_per_block_optin, part_bytes_);
+      const SmemRowPlan plan = Shape::plan(row_vectors_, min_blocks, max_blocks,
+                                           device_.shared_memory_per_block_optin, part_bytes_);
       if (plan.stages == 0) return;
-      fewest = plan.blocks + 1;
+      min_blocks = plan.blocks + 1;
       cudaLaunchAttribute cluster{};
       const int shared_bytes = Shape::shared_bytes(plan);
       const cudaLaunchConfig_t config =

@@ -1,4 +1,4 @@
-// How fused_linear_ce and the losses cut their rows into chunks for the wgmma GEMMs of lm_head/sm90.
+// The planner of the wgmma engine: cuts the rows of fused_linear_ce and the losses into chunks.
 // README.md draws where the buffers are.
 #pragma once
 

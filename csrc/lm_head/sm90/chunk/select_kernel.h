@@ -1,4 +1,4 @@
-// How the steps of a chunk select their kernels: values of a call become compile-time constants.
+// Kernel selection for the steps of a chunk: values of a call become compile-time constants.
 #pragma once
 
 #include <cstddef>

@@ -108,9 +108,9 @@ __device__ __forceinline__ float largest_beside_target(float u, float w, const K
   // Error of a probability near 1: the target logit is summed in another order, so it differs by up to 1e-5
   // of the largest logit.
   constexpr float kError = 0x1p-6f;
-  const float most = fminf(kError - fminf(expm1f(kept.logprob), 0.0f), 1.0f);
-  const float end = most * fabsf(logf(most) + kept.entropy), turn = expf(-1.0f - kept.entropy);
-  return fabsf(u) * most + fabsf(w) * (most > turn ? fmaxf(end, turn) : end);
+  const float max_p = fminf(kError - fminf(expm1f(kept.logprob), 0.0f), 1.0f);
+  const float at_end = max_p * fabsf(logf(max_p) + kept.entropy), p_of_maximum = expf(-1.0f - kept.entropy);
+  return fabsf(u) * max_p + fabsf(w) * (max_p > p_of_maximum ? fmaxf(at_end, p_of_maximum) : at_end);
 }
 
 // Computes scales and one-hot terms of the rows, and the scaled rows for the weight gradient, from the

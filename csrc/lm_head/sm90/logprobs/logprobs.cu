@@ -195,10 +195,10 @@ class ChunkOfCall {
 };
 
 Tensor workspace_of(const lm_head::Batch& batch, const LinearCePlan& plan, bool has_grad_input) {
-  int64_t most = 0;
+  int64_t max_bytes = 0;
   for (size_t i = 0; i < plan.chunks.size(); ++i)
-    most = std::max(most, ChunkOfCall::workspace_bytes(batch, plan, i, has_grad_input));
-  return empty({most}, ScalarType::Byte, batch.input);
+    max_bytes = std::max(max_bytes, ChunkOfCall::workspace_bytes(batch, plan, i, has_grad_input));
+  return empty({max_bytes}, ScalarType::Byte, batch.input);
 }
 
 // True if the engine takes such a call on this device.

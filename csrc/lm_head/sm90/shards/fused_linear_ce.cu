@@ -43,10 +43,10 @@ std::tuple<int64_t, int64_t> shard_memory(const Tensor& input, const Tensor& wei
                                           bool need_grad_weight, bool with_metrics) {
   const Batch batch =
       shard_batch(input, weight, need_grad_input, need_grad_weight, std::nullopt, 1.0, with_metrics);
-  int64_t most = 0;
+  int64_t max_bytes = 0;
   for (const PlannedChunk& chunk : LinearCePlan::decode(plan).chunks)
-    most = std::max(most, ShardStep::workspace_bytes(batch, chunk));
-  return {ShardState::bytes(batch.rows()), most};
+    max_bytes = std::max(max_bytes, ShardStep::workspace_bytes(batch, chunk));
+  return {ShardState::bytes(batch.rows()), max_bytes};
 }
 
 void shard_begin(const Tensor& input, const Tensor& weight, const Tensor& target,

@@ -1,7 +1,7 @@
 // Kernels on the rows of a chunk where the classes are sharded over devices (step.h). A rank has the weight
 // of some classes, its shard; every rank has the same rows.
 //
-// A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks
+// A rank computes exponentials relative to its own reference: the logit of the target, which all ranks
 // know, or after a tile overflow the largest logit of its shard. The ranks exchange (reference, sum) of each
 // row and add the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
 #pragma once
