@@ -15,7 +15,7 @@ endif
 # gpu-test installs no requirement and makes no environment: it wants the interpreter that has the CUDA torch.
 GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python),python3)
 
-CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix) csrc/*/*/*.$(suffix)))
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # The op tests: those with Triton kernels of the same name.
 OP_TESTS = $(wildcard $(foreach op,$(notdir $(wildcard triton_kernels/*.py)),tests/ops/test_$(op) tests/ops/*/test_$(op)))
 # One file with many minutes of slow tests, which --dist loadfile leaves to one process.

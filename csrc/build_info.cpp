@@ -7,7 +7,7 @@
 namespace liger {
 namespace {
 
-// "name=value", so that a field can be added without a new schema.
+// The text is "name=value", so a new field needs no new schema.
 std::vector<std::string> build_info() {
   return {"version=" LIGER_VERSION, "torch=" LIGER_TORCH_VERSION, "cuda=" LIGER_CUDA_VERSION,
           "cuda_archs=" LIGER_CUDA_ARCHS, "compiler=" __VERSION__};

@@ -26,8 +26,8 @@ struct Silu {
 };
 
 // For half types: cdf(-|x|) of the normal distribution as t * P(t) * exp(-x^2 / 2) with t = 1 / (1 + p *
-// |x|), and the factor exp(-x^2 / 2), which the density needs as well. The cost is one exponential and one
-// reciprocal, as for SiLU. The coefficients of P, the constant first, are those of scripts/fit_normal_cdf.py.
+// |x|), and the factor exp(-x^2 / 2), which the density also needs. The cost is one exponential and one
+// reciprocal, as for SiLU. scripts/fit_normal_cdf.py computes the coefficients of P, the constant first.
 // The relative error of the formula is below 8e-7; evaluated in float it is below 3e-6 for |x| <= 9, and
 // below 6e-6 as long as the result is a normal float, |x| <= 12.9. Beyond that the result is 0.
 struct NormalTail {

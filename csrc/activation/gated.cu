@@ -25,7 +25,7 @@ void launch(const GatedOp& op, Gated p, const Tensor& like) {
   check_launch(op.name);
 }
 
-// Parameters with the extent of a non-empty tensor whose rows have `columns` elements.
+// Parameters with the extent of a non-empty tensor with `columns` elements per row.
 Gated gated_rows(const Tensor& tensor, int64_t columns) {
   Gated p{};
   p.extent = rows_and_columns(tensor, columns);

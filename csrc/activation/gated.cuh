@@ -1,6 +1,5 @@
 // Gated products, activation(gate) * up, forward and backward. The activation is never materialised: the
-// backward recomputes it from gate. It may also write the product, which the backward of a following GEMM
-// needs.
+// backward recomputes it from gate. It can also write the product, which the backward of the next GEMM needs.
 //
 // Grid: one vector per thread in small blocks (device/elementwise.cuh). With N = kVec<T> all rows are aligned
 // to 16 bytes; N = 1 has no requirement.

@@ -5,8 +5,8 @@
 #include <tuple>
 
 #include "activation/gated.cuh"
-#include "host/dispatch.h"
-#include "host/elementwise.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/elementwise.h"
 
 namespace liger {
 

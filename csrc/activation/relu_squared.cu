@@ -2,8 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "host/dispatch.h"
-#include "host/elementwise.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/elementwise.h"
 
 namespace liger {
 namespace {
@@ -18,7 +18,7 @@ void launch(const char* op, ReluSquared p, const Tensor& x) {
   check_launch(op);
 }
 
-// Without grad_y the forward, with it the backward.
+// Runs the forward without grad_y, the backward with it.
 Tensor run(const char* op, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_arguments(op, {{"x", x}, {"grad_y", grad_y}});
   require_cuda_dtype(op, "x", x);

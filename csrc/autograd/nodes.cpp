@@ -1,22 +1,22 @@
 // Autograd nodes of torch.ops.liger in C++, derived from the schemas.
 //
-// torch's stable ABI has no autograd nodes, so this library uses the full C++ API. It works with the torch
-// version that it was built with, which is part of its file name, and the package loads it into no other.
-// Without it the nodes are Python, with the same results: python/liger/_core/op/autograd.py.
+// torch's stable ABI has no autograd nodes, so this library uses the full C++ API. It is built per torch
+// version; the file name carries the version and the loader checks it. Without the library the nodes are
+// Python, with the same results: python/liger/_core/op/autograd.py.
 //
-// For each op of the namespace liger whose backward has the arguments that follow, an op with its schema in the
-// namespace liger_autograd calls liger::<op> below autograd and records a node, whose backward calls
-// liger::<op>_backward. The arguments of the backward say by their names what the node saves:
+// For each op of the namespace liger that has a backward with the arguments below, an op with its schema in
+// the namespace liger_autograd calls liger::<op> below autograd and records a node. The backward of the node
+// calls liger::<op>_backward. The arguments of the backward say by their names what the node saves:
 //
 //   grad_<output>       the gradient of an output; the other outputs are not differentiable
 //   <input>, <output>   an argument or a result of liger::<op>
 //   need_grad_<input>   whether this gradient is needed
 //
-// and its results are grad_<input>. Other arguments keep their defaults, other results are dropped. The formulas
-// in Python follow from the same names: python/liger/_core/op/declared.py.
+// and its results are grad_<input>. Other arguments keep their defaults, other results are dropped. The
+// formulas in Python follow from the same names: python/liger/_core/op/declared.py.
 //
-// Calls outside of this scheme (create_graph, transforms, missing gradients, constant inputs of ops that always
-// compute all gradients) run the formula in Python, which is the only one for all of them.
+// Calls outside of this scheme (create_graph, transforms, missing gradients, constant inputs of ops that
+// always compute all gradients) run the formula in Python, which is the only one for all of them.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/function.h>
@@ -66,7 +66,7 @@ bool is_optional(const c10::Argument& argument) {
   return argument.type()->kind() == c10::TypeKind::OptionalType;
 }
 
-// What an argument of the backward op is.
+// The source of an argument of the backward op.
 struct Source {
   enum Kind { kGrad, kSavedInput, kSavedOutput, kConstant, kNeed, kDefault };
   Kind kind;
@@ -144,7 +144,7 @@ struct Formula {
     needs_all = !has_needs || std::count(differentiable.begin(), differentiable.end(), true) > 1;
   }
 
-  // Whether the node gives all gradients of a call.
+  // True if the node computes all gradients of a call.
   bool serves(const IValue* args) const {
     for (const Input& input : inputs) {
       const IValue& value = args[input.position];
@@ -193,7 +193,7 @@ struct OpNode final : Node {
     return tensors;
   }
 
-  // Whether the backward op computes what is asked for, without the formula in Python.
+  // True if the backward op alone can compute the gradients, without the formula in Python.
   bool is_plain(const variable_list& grads) const {
     if (c10::GradMode::is_enabled()) return false;
     // Modes, transforms and batches of gradients include further keys.

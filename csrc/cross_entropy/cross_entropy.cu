@@ -11,8 +11,8 @@
 
 #include "cross_entropy/cross_entropy.cuh"
 #include "device/integers.h"
-#include "host/check_parts.h"
-#include "host/dispatch.h"
+#include "host/checks/parts.h"
+#include "host/launch/dispatch.h"
 
 namespace liger {
 namespace {
@@ -191,7 +191,7 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-// One call of cross_entropy_forward or cross_entropy_forward_, whose arguments were checked.
+// One call of cross_entropy_forward or cross_entropy_forward_ with checked arguments.
 class Forward {
  public:
   Forward(const char* op, const Tensor& logits, const CrossEntropyArguments& arguments,

@@ -1,4 +1,4 @@
-// The kernels of cross entropy besides the row kernels: the denominator, the reduction of per-row results to
+// The kernels of cross entropy except the row kernels: the denominator, the reduction of per-row results to
 // scalars, and the backward from saved statistics.
 #pragma once
 
@@ -50,7 +50,7 @@ struct Preparation {
   const float* class_weight;
   const void* given_denominator;  // the caller's; null: computed
   Scalar given_type;
-  bool mean;           // computed: the valid rows' class weights, or their number without; false: 1
+  bool mean;  // how it is computed: the sum of the valid rows' class weights, or their number; false: 1
   float* denominator;  // null: not requested
   float* weight_sum;   // of class_weight; null: not requested
   bool fused;          // the message of kChecked names fused_linear_ce
@@ -105,8 +105,8 @@ struct Reduction {
   float* accuracy;
 };
 
-// Reduces per-row results to scalars. grid: one block, so that the order is fixed; in double, so that the sum
-// of many rows does not lose digits.
+// Reduces per-row results to scalars. grid: one block, which fixes the order. Sums are in double, so many
+// rows do not cost digits.
 __global__ void __launch_bounds__(kReduceThreads) reduce_rows(const Reduction p) {
   __shared__ double scratch[32];
   double loss = 0.0, z_loss = 0.0, correct = 0.0, valid = 0.0;
@@ -145,7 +145,8 @@ struct Backward {
   int64_t out_stride;
 };
 
-// The gradient of rows from their saved maxima and sums: one read of the logits, one write. grid: rows x tiles.
+// The gradient of rows from their saved maxima and sums: one read of the logits, one write. grid: rows x
+// tiles.
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_from_stats(const Problem p, const Backward b, int tiles) {

@@ -68,8 +68,8 @@ struct CrossEntropyResults {
   CrossEntropyOutputs outputs_;
 };
 
-// Loss and metrics of problem.rows rows. With write_gradient also the gradient, which overwrites the logits
-// if problem.gradient is null.
+// Loss and metrics of problem.rows rows. With write_gradient it also computes the gradient, which overwrites
+// the logits if problem.gradient is null.
 void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
                  cudaStream_t stream);
 

@@ -6,8 +6,8 @@
 #include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/cross_entropy_stats.cuh"
 #include "device/integers.h"
-#include "host/check_parts.h"
-#include "host/dispatch.h"
+#include "host/checks/parts.h"
+#include "host/launch/dispatch.h"
 
 namespace liger {
 namespace {
@@ -46,7 +46,7 @@ template <typename T>
 void launch_stats(const char* op, const ce::Problem& p, const ce::StatsOutput& o, float* square_sum,
                   cudaStream_t stream) {
   const int64_t vectors = ceil_div(p.vocab, kVec<T>);
-  // Four vectors in flight per thread.
+  // Every thread has four vectors in flight.
   const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
   auto kernel = p.extras == 0 ? ce::stats_streamed<T, false> : ce::stats_streamed<T, true>;
   if (square_sum != nullptr)

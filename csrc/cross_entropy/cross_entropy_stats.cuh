@@ -50,8 +50,8 @@ __device__ __forceinline__ float sum_of_squares(const Problem& p, const T* logit
   return block_reduce<Sum>(sum, scratch);
 }
 
-// One read of the logits, or with kSquares two, the second of which mostly hits L2. grid: rows. Block size: any
-// multiple of 32 up to kMaxThreads.
+// Reads the logits once, or twice with kSquares; the second read mostly hits L2. grid: rows. Block size:
+// any multiple of 32 up to kMaxThreads.
 template <typename T, bool kExtras, bool kSquares = false>
 __global__ void __launch_bounds__(kMaxThreads)
     stats_streamed(const Problem p, const StatsOutput o, float* square_sum) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// One value per row each; csrc/library.cpp defines them with the schema of cross_entropy_stats_backward.
+// Each has one value per row; csrc/library.cpp defines them with the schema of cross_entropy_stats_backward.
 struct StatsBackward {
   int64_t vocab_start;
   const float* reference;

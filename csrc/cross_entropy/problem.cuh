@@ -23,8 +23,8 @@ struct Targets {
   }
 };
 
-// One call, or one chunk of its rows. An absent optional input is null, and so is a per-row result that the
-// caller did not request.
+// One call, or one chunk of its rows. Optional inputs that are absent and results that are not requested are
+// null.
 struct Problem {
   const void* logits;  // rows x vocab
   int64_t row_stride;
@@ -38,7 +38,7 @@ struct Problem {
   const float* token_weight;  // (rows)
   const float* denominator;   // divides the gradient
   const float* weight_sum;    // sum of class_weight, set with kSmoothing and class_weight
-  const float* offset;  // one number that all logits lack, which matters to the z-loss alone; null for 0
+  const float* offset;  // one number that was subtracted from all logits; only the z-loss needs it; null: 0
   float label_smoothing;
   float lse_square_scale;
   float softcap;

@@ -1,18 +1,19 @@
-// Chooses and launches the row kernel of cross_entropy and fused_linear_ce: rows streamed or in shared memory.
+// Chooses and launches the row kernel of cross_entropy and fused_linear_ce: rows streamed or in shared
+// memory.
 #include <algorithm>
 #include <climits>
 
 #include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/rows_smem.cuh"
 #include "device/integers.h"
-#include "host/dispatch.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/smem_row.h"
 
 namespace liger {
 namespace {
 
-// Bytes of a row from which on rows_smem is faster than rows_streamed, whose second read of a short row hits
-// the caches (docs/lab/cross_entropy.md).
+// rows_smem is faster for rows of at least this many bytes. For shorter rows the second read of rows_streamed
+// hits the caches (docs/lab/cross_entropy.md).
 template <bool kExtras>
 constexpr int64_t kMinSmemBytes = (kExtras ? 32 : 16) << 10;
 
@@ -45,7 +46,7 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
                     attributes.code.architecture >= 90 && row_vectors * 16 >= kMinSmemBytes<kExtras>;
   if (smem && launch_smem<T, kExtras>(op, p, row_vectors, attributes, stream)) return;
   require(p.rows <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
-  // Four vectors in flight per thread.
+  // Every thread has four vectors in flight.
   const int64_t threads = std::clamp<int64_t>(ceil_div(row_vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
   ce::rows_streamed<T, kExtras>
       <<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p);

@@ -1,5 +1,5 @@
-// Rows of logits -> loss, metrics and the gradient, which may overwrite the logits. Softmax probabilities and
-// float copies of the logits are never materialised. Two kernels compute the same results:
+// Computes loss, metrics and gradient of rows of logits; the gradient may overwrite the logits. Softmax
+// probabilities and float copies of the logits are never materialised. Two kernels compute the same results:
 //
 //   rows_streamed   any device, any row length: one block per row reads the row twice, once for the online
 //                   softmax and once for the gradient

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       if (slices.warp == 0) {
         row_data = make_row<kExtras>(p, inputs, row);
         // The shuffle waits for the load of the target's logit. If the gradient overwrites the logits,
-        // another block may overwrite that one as soon as the reduction is complete.
+        // another block may overwrite that logit as soon as the reduction is complete.
         row_data.z_target = __shfl_sync(0xffffffffu, row_data.z_target, 0);
       }
       const GradientCoefficients g = cluster_reduce.template reduce<kExtras ? 7 : 2>(

@@ -96,7 +96,7 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
   s.sum += reduce_pairwise<Sum>(e);
 }
 
-// accumulate() for U vectors whose columns are column_step apart. Without extras all of them are compared
+// accumulate() for U vectors, column_step columns apart. Without extras all of them are compared
 // with the running maximum at once.
 template <bool kExtras, typename T, int N, int U>
 __device__ __forceinline__ void accumulate_all(Stats<kExtras>& s, const Vec<T, N> (&raw)[U], int column,
@@ -180,7 +180,8 @@ __device__ __forceinline__ RowInputs<T> read_inputs(const Problem& p, const T* l
 struct Row {
   int64_t index;
   int target;          // -1 if it is outside [0, vocab)
-  float class_weight;  // of the target; nan if that is outside [0, vocab), which makes loss and gradient nan
+  float class_weight;  // weight of the target; nan if the target is outside [0, vocab), which makes loss and
+                       // gradient nan
   float token_weight;
   float z_target;
 };

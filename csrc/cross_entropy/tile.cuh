@@ -1,4 +1,4 @@
-// The elementwise gradient of rows whose statistics are already computed: one read of the logits and one
+// The elementwise gradient of rows from their saved statistics: one read of the logits and one
 // write of the gradient.
 #pragma once
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ void cluster_wait() {
 
 // --- mbarrier and bulk copy --------------------------------------------------------------------------------
 
-// One arrival and its expected bytes complete a phase. The block needs a barrier behind the fence.
+// One arrival and its expected bytes complete a phase. The block needs a barrier after the fence.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }

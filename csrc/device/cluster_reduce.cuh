@@ -53,9 +53,9 @@ struct ClusterReduce {
   }
 
   // partial: the contribution of this warp, the same in all lanes. The first warp of each block calls
-  // op(partials, count) with those of all warps of the cluster; every thread gets what it returns. The other
-  // warps issue nothing meanwhile, which leaves the SM to other blocks. kWords: 32-bit words of S to send,
-  // less its padding.
+  // op(partials, count) with the partials of all warps of the cluster; every thread gets the result. The
+  // other warps issue nothing meanwhile, which leaves the SM to other blocks. kWords: 32-bit words of S to
+  // send, less its padding.
   template <int kWords, typename S, typename Op>
   __device__ __forceinline__ auto reduce(const S& partial, const Op& op) {
     static_assert(sizeof(S) <= sizeof(Slot));

@@ -1,13 +1,13 @@
 // Rows staged in shared memory: the layout and the loop that kernels of cross_entropy, divergence, softmax
 // and group_norm share.
 //
-// A row belongs to one block, or to a cluster of blocks if one cannot hold it; each block has a slice of it.
-// A slice is cut into pipeline stages, and a stage into one part per warp. Each warp loads its own part by a
-// bulk copy (cp.async.bulk) that completes on an mbarrier of its own, and only this warp reads it, so no
-// block-wide barrier is needed. In a full stage every lane has kVectors vectors; the last stage divides the
-// rest among all warps.
+// A row belongs to one block, or to a cluster of blocks if one block cannot hold it; each block has a slice
+// of the row. A slice is cut into pipeline stages, and a stage into one part per warp. Each warp loads its
+// own part by a bulk copy (cp.async.bulk) that completes on its own mbarrier, and only this warp reads the
+// part, so no block-wide barrier is needed. In a full stage every lane has kVectors vectors; the last stage
+// divides the rest among all warps.
 //
-// A launch has one cluster per row, or persistent clusters that loop over rows (host/smem_row_launch.h). The
+// A launch has one cluster per row, or persistent clusters that loop over rows (host/launch/smem_row.h). The
 // kernels are the same: with one row per cluster the loop runs once and loads no next row.
 #pragma once
 
@@ -23,20 +23,20 @@ struct SmemRowPlan {
   int slice;         // 16-byte vectors of a row per block
   int warp_vectors;  // vectors of a row per warp, at most
   int stages;        // of a slice
-  int part_bytes;    // further shared memory per part, for the kernel's own use
+  int part_bytes;    // additional shared memory per part, for the kernel
 };
 
 // The compile-time shape of a kernel.
 //   kThreads      block size
 //   kVectors      16-byte vectors per lane in a full stage
 //   Slot          the partial result of a warp, for ClusterReduce
-//   kCopies       vectors of shared memory per vector of a row: one for each tensor that is read, say
+//   kCopies       vectors of shared memory per vector of a row: for instance one for each tensor that is read
 //   kBlocksPerSm  resident blocks per SM that the shared memory is divided among
 template <int kThreads_, int kVectors_, typename Slot_, int kCopies_, int kBlocksPerSm_>
 struct SmemRowShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
   static constexpr int kCopies = kCopies_, kBlocksPerSm = kBlocksPerSm_;
-  // In vectors, of a full stage.
+  // Sizes of a full stage, in vectors.
   static constexpr int kWarpVectors = 32 * kVectors, kStageVectors = kThreads * kVectors;
   using ClusterReduce = liger::ClusterReduce<Slot_, kWarps>;
 
@@ -51,20 +51,21 @@ struct SmemRowShape {
     return extra_offset(plan) + kWarps * plan.stages * (plan.part_bytes + static_cast<int>(sizeof(uint64_t)));
   }
 
-  // The smallest cluster in [fewest, most] whose shared memory holds a row. Odd sizes above one are no
-  // candidates: they measured 2 to 8 % slower (docs/lab/cross_entropy.md). The driver reserves 1 KB
-  // of shared memory per resident block. part_bytes: a multiple of 8.
-  static constexpr SmemRowPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin,
-                                    int part_bytes = 0) {
+  // The smallest cluster in [min_blocks, max_blocks] whose shared memory holds a row. Odd sizes above one are
+  // excluded: they measured 2 to 8 % slower (docs/lab/cross_entropy.md). The driver reserves 1 KB of
+  // shared memory per resident block. part_bytes: a multiple of 8.
+  static constexpr SmemRowPlan plan(int64_t row_vectors, int min_blocks, int max_blocks,
+                                    int shared_memory_optin, int part_bytes = 0) {
     const int available = (shared_memory_optin + 1024) / kBlocksPerSm - 1024;
-    for (int blocks = fewest; blocks <= most; ++blocks) {
+    for (int blocks = min_blocks; blocks <= max_blocks; ++blocks) {
       if (blocks > 1 && blocks % 2 != 0) continue;
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * kCopies * 16 > available) continue;
       const int vectors = static_cast<int>(slice);
       const int full = vectors / kStageVectors, rest = vectors % kStageVectors;
       const int per_warp = ceil_div(rest, kWarps);
-      // If there is room, the last stage is divided in multiples of 32 vectors: fewer warps have work in it.
+      // If there is room, the last stage is divided in multiples of 32 vectors, and fewer warps have work in
+      // it.
       for (const int last : {round_up(per_warp, 32), per_warp}) {
         const SmemRowPlan plan{blocks, vectors, full * kWarpVectors + last, full + (rest > 0), part_bytes};
         if (shared_bytes(plan) <= available) return plan;
@@ -75,7 +76,7 @@ struct SmemRowShape {
 };
 
 #if __CUDA_ARCH__ >= 900
-// The slice of a row that one block of its cluster has.
+// The slice of a row that belongs to one block of its cluster.
 template <typename T>
 struct Slice {
   const T* row;
@@ -93,16 +94,16 @@ struct Slice {
   __device__ __forceinline__ int column(int vector) const {
     return aligned.head + (begin + vector) * kVec<T>;
   }
-  // The column of the single element before or behind the vectors that belongs to this thread, or -1.
+  // The column of this thread's single element before or after the vectors, or -1.
   __device__ __forceinline__ int edge_column(int rank, int columns) const {
     return rank == 0 && threadIdx.x < aligned.edges() ? aligned.edge_column(threadIdx.x, columns) : -1;
   }
 };
 
-// The shared memory of one warp: its parts of all stages of the first tensor, then those of the next one, and
-// so on for Shape::kCopies. A pass calls body(count, part, column) for the vectors of this lane in each
-// stage, count vectors at a time, 32 vectors apart: all at once in a full stage, else two and then single
-// ones. part points to the first of them in shared memory.
+// The shared memory of one warp: its parts of all stages of the first tensor, then its parts of the next
+// tensor, and so on for Shape::kCopies. A pass calls body(count, part, column) for the vectors of this lane
+// in each stage, count vectors at a time, 32 vectors apart: all at once in a full stage, else two and then
+// one. part points to the first of these vectors in shared memory.
 template <typename T, typename Shape>
 struct WarpSlices {
   static constexpr int N = kVec<T>, kWarpVectors = Shape::kWarpVectors, kStageVectors = Shape::kStageVectors;
@@ -128,8 +129,8 @@ struct WarpSlices {
   // Elements between the copies of two tensors.
   __device__ __forceinline__ int copy_stride() const { return warp_vectors * N; }
 
-  // In body(count, part, column) of a pass: whether any lane of this warp has the column `wanted`, the same
-  // answer in all lanes. As unsigned, a negative difference is large.
+  // For body(count, part, column) of a pass: true in all lanes if any lane of this warp has the column
+  // `wanted`. As unsigned, a negative difference is large.
   __device__ __forceinline__ bool has_column(int wanted, int count, int column) const {
     return static_cast<unsigned>(wanted - column + lane * N) < static_cast<unsigned>(count * 32 * N);
   }
@@ -147,9 +148,9 @@ struct WarpSlices {
     over_stages(s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body, [](int) {});
     phase ^= 1;
   }
-  // The same for passes whose lanes exchange values: all lanes call body(k, begin, count, part) for each
-  // stage in which this warp has vectors, `count` of the slice from `begin` on. part points to the first of
-  // them.
+  // The same for passes with exchanges between lanes: all lanes call body(k, begin, count, part) for each
+  // stage in which this warp has vectors, `count` vectors of the slice from `begin` on. part points to the
+  // first vector.
   template <typename Body>
   __device__ __forceinline__ void first_pass_by_part(const Slice<T>& s, const Body& body) {
 #pragma unroll 1
@@ -201,7 +202,7 @@ struct WarpSlices {
                                             int k) const {
     const auto [begin, count] = part_of(s, k);
     const int bytes = max(count, 0) * 16;
-    // The mbarrier of an empty part completes as well, so that all have the same phase.
+    // The mbarrier of an empty part also completes, so all mbarriers have the same phase.
     mbarrier_arrive_expect(&arrived[k], kTensors * bytes);
     if (bytes == 0) return;
     T* const part = first + k * kWarpVectors * N;

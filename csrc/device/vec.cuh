@@ -54,8 +54,8 @@ __device__ __forceinline__ float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Conversions of a whole vector. Half types are handled in pairs, as 32-bit words: as single elements each
-// would occupy a register for the lifetime of the vector.
+// Conversions of a whole vector. Half types are handled in pairs, as 32-bit words: as single elements, each
+// element would occupy a register for the lifetime of the vector.
 template <typename T, int N>
 inline constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
 
@@ -130,8 +130,8 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// Load from shared memory that the compiler does not replace by the registers of an earlier load: for a value
-// that is read twice and takes too many registers in between.
+// A load from shared memory that the compiler does not replace by the registers of an earlier load. Use it
+// for a value that is read twice and would take too many registers in between.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_again(const Vec<T, N>* shared) {
   static_assert(sizeof(Vec<T, N>) == 16);
@@ -189,8 +189,8 @@ __device__ __forceinline__ void store_floats(float* p, const float (&x)[N]) {
   }
 }
 
-// Asynchronous copy from global to shared memory, which bypasses registers (cp.async). Below 4 bytes, which
-// cp.async does not support, a synchronous copy.
+// Asynchronous copy from global to shared memory, which bypasses registers (cp.async). Fewer than 4 bytes,
+// which cp.async does not support, are copied synchronously.
 template <typename T, int N>
 __device__ __forceinline__ void copy_async(Vec<T, N>* shared, const T* global) {
   constexpr int kBytes = sizeof(Vec<T, N>);

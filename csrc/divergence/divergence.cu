@@ -7,7 +7,7 @@
 #include "cross_entropy/cross_entropy.h"
 #include "device/integers.h"
 #include "divergence/divergence.h"
-#include "host/check_parts.h"
+#include "host/checks/parts.h"
 
 namespace liger {
 namespace {
@@ -64,7 +64,7 @@ void check(const char* op, const Tensor& student, const Tensor& teacher, const s
           shape_text(student), ", which is more than one launch can take");
 }
 
-// Two vectors of each row in flight per thread.
+// Every thread has two vectors of each row in flight.
 template <typename T>
 unsigned threads_for(int vocab) {
   const int64_t vectors = ceil_div(int64_t{vocab}, int64_t{kVec<T>});

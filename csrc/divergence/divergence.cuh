@@ -1,7 +1,7 @@
 // The divergence of two rows of logits, and its gradient with respect to the first, the student's.
 // Probabilities are never materialised. These kernels run on any device and for rows of any length, with one
 // block per row: the loss reads both rows twice (once for the online softmax, once for the terms), the
-// gradient reads them once more. divergence/rows_smem.cuh needs one read for all of that.
+// gradient reads them once more. divergence/rows_smem.cuh needs a single read.
 //
 // Rows may start at any address. Accesses are 16 bytes wide if student, teacher and gradient are aligned
 // alike, else single elements.
@@ -21,7 +21,7 @@ struct Class {
 };
 
 // A divergence is the sum of value() over the classes; slope() is the derivative of a term with respect to
-// log(q). A class of probability 0 adds 0, where 0 * d might be nan.
+// log(q). A class of probability 0 adds 0; 0 * d might be nan.
 struct ForwardKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
     return c.p == 0.0f ? 0.0f : c.p * c.d;  // NaN stays
@@ -70,8 +70,8 @@ struct Problem {
   float beta, inverse_temperature;
   float exp2_scale;  // log2(e) / temperature
   bool log_probs;
-  // The factor of the cross entropy of the target, whose gradient is added to that of the divergence. It is 0
-  // unless the temperature is 1, where both gradients contain the same softmax.
+  // The factor of the cross entropy of the target; its gradient is added to the gradient of the divergence.
+  // It is 0 unless the temperature is 1: then both gradients contain the same softmax.
   float cross_entropy;
 };
 
@@ -84,7 +84,7 @@ struct RowWeights {
   }
 };
 
-// The outputs of a launch, and the weights that it multiplies them by.
+// The outputs of a launch, and the weights of the rows.
 struct Results {
   float* loss;   // (rows), weighted
   float* stats;  // (5, rows), as csrc/library.cpp defines them
@@ -115,7 +115,8 @@ struct LogSoftmax {
 
 __device__ __forceinline__ Class class_at(float student, float teacher, const LogSoftmax& log_q,
                                           const LogSoftmax& log_p) {
-  // Each logit loses the maximum of its own row first: an offset of one row would round the other one.
+  // The maximum of its own row is subtracted from each logit first: the offset of one row would cost the
+  // other row precision.
   const float difference = (teacher - log_p.max) - (student - log_q.max);
   const float d = difference * log_q.inverse_temperature - (log_p.log_sum - log_q.log_sum);
   return {d, __expf(log_p(teacher)), __expf(log_q(student))};

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "divergence/divergence.cuh"
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 
 namespace liger {

@@ -14,8 +14,8 @@ namespace liger::divergence {
 // The cross term that the first pass sums: differences of exponents, weighted by the exponentials of one row.
 enum class CrossTerm { kNone, kStudentWeights, kTeacherWeights };
 
-// Statistics of two rows or of parts of them: maxima of the logits, sums of 2^y for the Reference of the maximum, and
-// the sum of e * (y - y of the other row). An aggregate without initialisers, because shared
+// Statistics of two rows or of parts of them: maxima of the logits, sums of 2^y for the Reference of the
+// maximum, and the sum of e * (y - y of the other row). An aggregate without initialisers, because shared
 // memory holds it too.
 struct alignas(16) PairStats {
   float student_max, student_sum, teacher_max, teacher_sum, cross_sum;
@@ -35,7 +35,7 @@ struct Reference {
     centre = rounded ? z : 0.0f;
     exponent = rounded ? 0.0f : product;
   }
-  // What y is less for another reference.
+  // The amount by which y is smaller for another reference.
   __device__ __forceinline__ float shift_to(const Reference& other, float scale) const {
     return fmaf(other.centre - centre, scale, other.exponent - exponent);
   }

@@ -16,7 +16,7 @@ namespace liger::divergence {
 
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-// The sums of the second pass.
+// Sums of the second pass.
 struct TermSums {
   float value, slope;
 };
@@ -87,7 +87,7 @@ enum class Overwrite { kNothing, kStudent, kTeacher };
 //   kTerms              true if there is a second pass, which calls terms()
 //   kOverwrite          the logits that terms() overwrites: kNothing; kStudent, with signed exponentials (two
 //                       copies of half types hold their floats); kTeacher, with logarithms of the mixture
-//   result()            the row result from the sums; weight: that of the row, over the temperature
+//   result()            the row result from the sums; weight: the row's weight over the temperature
 //   add_exponentials()  adds a multiple of the student's exponentials to the gradient
 //   gradient()          s and t, logits or values of terms() -> the gradient in s
 template <typename Rule>
@@ -151,7 +151,8 @@ struct Passes<Tvd> {
   static constexpr bool kTerms = true;
   static constexpr Overwrite kOverwrite = Overwrite::kStudent;
 
-  // The difference of the exponents determines which probability is larger. If p == q, both signs are correct.
+  // The difference of the exponents determines which probability is larger. If p == q, both signs are
+  // correct.
   template <int N>
   static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const RowConstants& k, float,
                                                TermSums& sums) {

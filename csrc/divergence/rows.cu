@@ -2,7 +2,7 @@
 #include "device/integers.h"
 #include "divergence/divergence.h"
 #include "divergence/rows_smem.cuh"
-#include "host/smem_row_launch.h"
+#include "host/launch/smem_row.h"
 
 namespace liger {
 namespace {

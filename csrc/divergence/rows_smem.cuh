@@ -1,9 +1,9 @@
 // Two rows of logits -> their divergence and its gradient with one read and one write of global memory, by
-// persistent blocks or clusters (sm_90 and later). The pipeline is that of cross_entropy/rows_smem.cuh:
-// each warp has the same part of the student's and the teacher's row in every stage, and starts the copies of
-// the next two rows as soon as it has stored the gradient of that part. If two or three blocks fit on an SM,
-// one computes while others wait for memory or for their cluster. Probabilities are never written to global
-// memory.
+// persistent blocks or clusters (sm_90 and later). The pipeline is the same as in
+// cross_entropy/rows_smem.cuh: each warp has the same part of the student's and the teacher's row in every
+// stage, and starts the copies of the next two rows as soon as it has stored the gradient of that part. If
+// two or three blocks fit on an SM, one computes while others wait for memory or for their cluster.
+// Probabilities are never written to global memory.
 #pragma once
 
 #include "cross_entropy/rows.cuh"
@@ -20,8 +20,8 @@ constexpr int smem_copies() {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Stores the floats of one vector of logits at its address in shared memory; those of half types need two
-// vectors and continue `step` elements further, in the next copy.
+// Stores the floats of one vector of logits at its address in shared memory. The floats of a half type need
+// two vectors and continue `step` elements further, in the next copy.
 template <typename T, int N>
 __device__ __forceinline__ void store_smem_floats(T* smem, int step, const float (&x)[N]) {
 #pragma unroll

@@ -7,7 +7,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "host/capture.h"
+#include "host/launch/capture.h"
 
 namespace liger {
 namespace {

@@ -1,5 +1,5 @@
-// What the headers of this compiler take from libstdc++ 6.0.26 to 6.0.29 and glibc 2.32, for systems that have older
-// ones. Built with LIGER_MANYLINUX_2_28 only; no symbol is exported.
+// Symbols of libstdc++ 6.0.26 to 6.0.29 and glibc 2.32 that the headers of this compiler use, for systems
+// with older versions. Built with LIGER_MANYLINUX_2_28 only; no symbol is exported.
 #include <new>
 #include <sstream>
 
@@ -14,5 +14,5 @@ void __throw_bad_array_new_length() {
 }
 }  // namespace std
 
-// Of <sys/single_threaded.h>. False is always right: reference counts are atomic then.
+// Declared in <sys/single_threaded.h>. False is always correct: it makes reference counts atomic.
 extern "C" char __libc_single_threaded = 0;

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <vector>
 
-#include "host/capture.h"
+#include "host/launch/capture.h"
 #include "host/torch.h"
 
 namespace liger {

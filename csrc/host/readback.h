@@ -11,7 +11,7 @@ namespace liger {
 // True while a CUDA graph is captured on the stream: the host must not wait then.
 bool is_capturing(cudaStream_t stream, const char* op);
 
-// For one use, on the current device. Memory and event come from a pool, so that only the first call
+// An object is for one use, on the current device. Memory and event come from a pool, so only the first call
 // allocates. Thread-safe.
 class Readback {
  public:

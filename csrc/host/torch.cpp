@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include "host/capture.h"
+#include "host/launch/capture.h"
 
 namespace liger {
 namespace {
@@ -169,10 +169,10 @@ void require_like(const char* op, const char* name, const Tensor& tensor, const 
                   const Tensor& other) {
   bool same = tensor.dim() == other.dim();
   for (int64_t d = 0; same && d < tensor.dim(); ++d) same = tensor.size(d) == other.size(d);
-  require(same, op, ": ", name, " has shape ", shape_text(tensor), ", expected that of ", other_name, ", ",
-          shape_text(other));
+  require(same, op, ": ", name, " has shape ", shape_text(tensor), ", expected the shape of ", other_name,
+          ", ", shape_text(other));
   require(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " has dtype ",
-          dtype_name(tensor.scalar_type()), ", expected that of ", other_name, ", ",
+          dtype_name(tensor.scalar_type()), ", expected the dtype of ", other_name, ", ",
           dtype_name(other.scalar_type()));
   require(same_device(tensor, other), op, ": ", name, " is on ", device_text(tensor),
           ", expected the device of ", other_name, ", ", device_text(other));

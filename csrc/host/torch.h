@@ -11,16 +11,16 @@
 #include <vector>
 
 #include "device/rows.cuh"
-#include "host/checks.h"
-#include "host/declared.h"
-#include "host/loaded_code.h"
+#include "host/checks/checks.h"
+#include "host/checks/declared.h"
+#include "host/launch/loaded_code.h"
 #include "host/nvtx.h"
 
 namespace liger {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// For the duration of an op: its device is the current one, and it has an NVTX range.
+// Makes the device of an op current and opens an NVTX range, for its lifetime.
 class OpGuard {
  public:
   OpGuard(const char* op, int device) : range_(op), device_(device) {}
@@ -81,7 +81,8 @@ struct RowInput {
 };
 RowInput row_input(const Tensor& tensor, bool one_stride = false);
 
-// A result as rows. A kernel writes to `written`; finish() copies it to `result` if that has no such rows.
+// A result as rows. A kernel writes to `written`; finish() copies it to `result` if `result` has no such
+// rows.
 struct RowOutput {
   Tensor result, written;
   Rows rows;

@@ -16,7 +16,7 @@ struct RowPlan {
   int rows;     // rows per thread group and step
   int lanes;    // threads per row: the size of a thread group
   int threads;  // threads per block
-  int stages;   // of the shared-memory ring; a stage has the rows of one step
+  int stages;   // stages of the shared-memory ring; a stage has the rows of one step
   int blocks;
   int shared;  // bytes of dynamic shared memory
   int groups() const { return threads / lanes; }
@@ -31,11 +31,11 @@ inline int row_lanes(int64_t vectors, int width) {
   return lanes;
 }
 
-// Vectors per thread. Two rather than one: half as many warps take part in the reduction of a row. A step
-// (the reduction of a row and its stores) takes about 2400 cycles, in which an SM's share of the memory
-// bandwidth is 44 KB: if the rows of a step are smaller than that, the kernel is bound by the latency of its
-// steps. Then four vectors, provided that twice as many rows fit. Otherwise two, because with half types a
-// thread cannot keep four vectors in registers during the reduction.
+// Vectors per thread. Two are better than one, because half as many warps take part in the reduction of a
+// row. A step (the reduction of a row and its stores) takes about 2400 cycles, in which an SM's share of the
+// memory bandwidth is 44 KB: if the rows of a step are smaller than that, the kernel is bound by the latency
+// of its steps. Then four vectors are better, provided that twice as many rows fit. Otherwise two are,
+// because with half types a thread cannot keep four vectors in registers during the reduction.
 inline int row_width(int64_t vectors, bool vectorised, int streams, int max_threads_width4) {
   if (!vectorised) return vectors <= 8 * kMaxRowThreads ? 8 : 0;
   // The reduction of a row within a warp needs no barrier.
@@ -60,7 +60,7 @@ inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool v
   plan.lanes = row_lanes(vectors, plan.width);
   const int max_threads = plan.width == 4 ? max_threads_width4 : kMaxRowThreads;
   plan.threads = max_threads / plan.lanes * plan.lanes;
-  // Two rows at once if a thread has one vector of each: their reductions overlap.
+  // With one vector per thread, a thread has two rows at once, and their reductions overlap.
   plan.rows = plan.width == 1 ? 2 : 1;
   const int64_t steps = (rows + plan.groups() * plan.rows - 1) / (plan.groups() * plan.rows);
   plan.blocks = static_cast<int>(std::min<int64_t>(steps, sm_count));

@@ -5,8 +5,8 @@
 
 namespace liger {
 
-// `lanes` consecutive threads process a row, with up to `width` vectors each. If a row needs one warp at
-// most, a block processes several rows (grouped), otherwise one.
+// `lanes` consecutive threads process a row, with up to `width` vectors each. If a row needs at most one
+// warp, a block processes several rows (grouped), otherwise one row.
 struct ForwardPlan {
   int width;  // vectors per thread; 0: a row does not fit in the registers of a block
   bool grouped;
@@ -15,8 +15,8 @@ struct ForwardPlan {
   int64_t blocks;
 };
 
-// Maximum block size at V vectors per thread. It bounds the registers per thread, so that the SM has enough
-// loads in flight.
+// Maximum block size at V vectors per thread. The limit bounds the registers per thread, and the SM has
+// enough loads in flight.
 template <int V>
 inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
 
@@ -30,10 +30,10 @@ inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectori
     return static_cast<int>((lanes + 31) / 32 * 32);
   };
   const int threads_width4 = threads_of(4);
-  // At width 4 an SM has registers for 1024 threads. Blocks of more than a third of that which fill less than
-  // 960 of them leave registers idle.
+  // At width 4 an SM has registers for 1024 threads. Blocks of more than 341 threads that fill fewer than 960
+  // of the 1024 slots waste registers.
   const bool idle_registers = threads_width4 > 1024 / 3 && 1024 / threads_width4 * threads_width4 < 960;
-  // At width 4 the threads would have less than three vectors on average.
+  // At width 4 the threads would have fewer than three vectors on average.
   const bool idle_lanes = threads_width4 > 32 && vectors < 3 * threads_width4;
   ForwardPlan plan{};
   if (!vectorised) {

@@ -12,7 +12,7 @@
 
 namespace liger {
 
-// The second tensor of the size of x that a kernel reads.
+// A second tensor of the size of x for the kernel to read.
 enum class Extra { kNone, kResidual, kGateLast, kGateFirst };
 
 inline constexpr bool is_gate(Extra extra) {
@@ -20,15 +20,15 @@ inline constexpr bool is_gate(Extra extra) {
 }
 
 struct Gate {
-  // Of groups per row. `hidden` of the kernels is the size of a group: they treat each group of columns like
-  // a tensor of its own.
+  // Divides by the number of groups per row. `hidden` of the kernels is the size of a group: they treat each
+  // group of columns as a separate tensor.
   FastDivide groups;
   bool sigmoid;           // the activation is sigmoid instead of SiLU
   bool round_activation;  // "none": a and, before the norm, x * a are rounded to the dtype of x
   bool round_product;  // a weight of the dtype of x, not "gemma": n * w is rounded before the product with a
 };
 
-// The casting of the fast path: mode "llama" and a weight of the dtype of x. Its flags are compile-time
+// The casting of the fast path: mode "llama" and a weight of the dtype of x. All flags are compile-time
 // constants.
 template <bool kFastPath>
 __device__ __forceinline__ Gate casting_of_path(Gate gate) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void gated_inputs(const Gate& options, const Vec<T, N
   gated_inputs(options, x, gate, s, out);
 }
 
-// y of a norm before the gate, from n * w.
+// Computes y from n * w, for a norm before the gate.
 template <typename T, int N>
 __device__ __forceinline__ void gate_outputs(const Gate& options, const Vec<T, N>& gate, float (&y)[N]) {
   float gates[N];
@@ -89,8 +89,8 @@ __device__ __forceinline__ void gate_outputs(const Gate& options, const Vec<T, N
   for (int i = 0; i < N; ++i) y[i] *= activate<T>(options, gates[i]).value;
 }
 
-// Backward of a norm before the gate: replaces the upstream gradient by that of n * w, and returns the
-// gradient of the gate.
+// Backward of a norm before the gate: replaces the upstream gradient by the gradient of n * w, and returns
+// the gradient of the gate.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_of_last_gate(const Gate& options, const float (&x)[N],
                                                        const Vec<T, N>& gate, const float (&w)[N], float rstd,
@@ -132,11 +132,11 @@ __device__ __forceinline__ void grad_of_first_gate(const Gate& options, const Ve
   grad_gate = pack<T, N>(gates);
 }
 
-// The columns that a block works on: with a gate those of one group, otherwise all.
+// The columns of a block: with a gate the columns of one group, otherwise all columns.
 struct BlockColumns {
   int64_t first;           // column
-  int group, groups;       // of this block, and per row
-  unsigned block, blocks;  // the index of this block among those of its group, and their number
+  int group, groups;       // the group of this block, the number of groups per row
+  unsigned block, blocks;  // the index of this block in its group, the number of blocks of the group
 
   // Index of a row statistic of shape (rows, groups).
   __device__ __forceinline__ int64_t statistic(int64_t row) const { return row * groups + group; }

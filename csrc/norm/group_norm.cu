@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "host/dispatch.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/smem_row.h"
 #include "host/torch.h"
 #include "norm/group_norm_smem.cuh"
 #include "norm/host.cuh"
@@ -35,7 +35,7 @@ bool can_vectorise(const Sizes& sizes, const Tensor& x, std::initializer_list<co
   return possible;
 }
 
-// A result for kernels that write contiguous tensors only.
+// A result for kernels that can write only contiguous tensors.
 RowOutput contiguous_output(const Tensor& result) {
   Tensor written = result.is_contiguous() ? result : torch::stable::new_empty(result, result.sizes());
   return {result, std::move(written), {}};
@@ -185,7 +185,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     const DeviceAttributes& device = device_attributes(x.get_device_index());
     const SmemRowLaunch<GroupNormBackward> smem =
         choose_backward_launch<T>(op, sizes, vectorised && need_grad_x, device);
-    // One partial sum per sample, or per block of a group if its row is staged in shared memory.
+    // There is a partial sum per sample, or per block of a group if rows are staged in shared memory.
     const int64_t blocks = smem.blocks(), partials = sizes.samples * std::max<int64_t>(blocks, 1);
     const Tensor sums = empty({partials, 2, sizes.channels}, ScalarType::Float, x);
     const Tensor gradients =
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
       launch_group_norm_backward<T>(p, vectorised, stream);
     }
     check_launch(op);
-    // p.sums has both gradients, whichever is needed.
+    // p.sums has both gradients even if only one is needed.
     if (!need_grad_weight && !need_grad_bias) return;
     const Tensor weight_out = need_grad_weight ? grad_weight : new_like(grad_bias);
     const Tensor bias_out = need_grad_bias ? grad_bias : new_like(grad_weight);

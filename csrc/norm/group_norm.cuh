@@ -32,8 +32,8 @@ struct ChannelAffine {
   const void *weight, *bias;  // may be null
   bool is_float;
   int64_t channels_per_group;
-  ChannelDivide groups;   // divides a row by the groups per sample: its sample
-  ChannelDivide vectors;  // divides a vector by the vectors per channel: its channel in the group
+  ChannelDivide groups;   // row / groups per sample = sample
+  ChannelDivide vectors;  // vector / vectors per channel = channel in the group
 
   // The weight and the bias of the channel of a vector.
   template <typename T, typename Index>

@@ -2,8 +2,8 @@
 //   channel_sums_kernel     sum(grad_y * xhat) and sum(grad_y) of each channel of each sample, which are also
 //                           the partial sums of the parameter gradients
 //   group_gradients_kernel  the RowGradient of each group, from the sums of its channels; one warp per group
-//   group_norm_grad_kernel  grad_x, one vector per thread, in the reverse order of the first kernel: the data
-//                           that it has read last is most likely in L2
+//   group_norm_grad_kernel  grad_x, one vector per thread, in the reverse order of the first kernel, because
+//   L2 most likely has the data of the last reads
 // x and grad_y are read twice if grad_x is needed. With N = kVec<T> all tensors are aligned to 16 bytes and
 // the spatial size is a multiple of N; N = 1 has no requirement.
 #pragma once

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       for (int u = 0; u < count; ++u) running.add(load<T, N>(part + u * 32 * N));
     });
     __syncwarp();
-    // If any lane has values, the first one has.
+    // If any lane has values, the first lane has.
     const Moments thread_moments = running.result();
     MomentReduction warp_reduction(__shfl_sync(0xffffffffu, thread_moments.mean, 0));
     warp_reduction.add({running.count(), thread_moments.mean, thread_moments.squares});
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 template <int kThreads, int kBlocksPerSm>
 using GroupNormBackwardShape = SmemRowShape<kThreads, 2, float2, 2, kBlocksPerSm>;
 
-// Channels that a part of a stage, 64 vectors at most, can have elements of.
+// The largest number of channels with elements in a part of a stage (at most 64 vectors).
 __host__ __device__ constexpr int part_channels(int64_t channel_vectors) {
   return static_cast<int>((62 + channel_vectors) / channel_vectors) + 1;
 }
@@ -97,8 +97,8 @@ constexpr int backward_part_bytes(int64_t channel_vectors) {
   return 2 * part_channels(channel_vectors) * static_cast<int>(sizeof(float2));
 }
 
-// Adds up x and y of the lanes that belong to one channel; the first of them gets the sums. `after`: lanes of
-// the channel behind this one, in this warp or beyond it.
+// Adds up x and y of the lanes that belong to one channel; the first lane gets the sums. `after`: number of
+// later lanes of the channel, in this warp or beyond it.
 __device__ __forceinline__ void add_channel_lanes(float2& sums, int after) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -112,8 +112,8 @@ __device__ __forceinline__ void add_channel_lanes(float2& sums, int after) {
 // Writes grad_x and p.sums (samples x plan.blocks, 2, channels), the partial sums of the parameter gradients.
 // p.by_channel divides by the vectors per channel.
 //
-// Each part of a stage has the sums of its channels in shared memory. They give the row's two sums by a
-// reduction over the cluster, and those of the channels by adding up the parts in order: no atomics, so
+// Each part of a stage has the sums of its channels in shared memory. A reduction over the cluster computes
+// the row's two sums from them, and additions in a fixed order the sums of the channels. Without atomics the
 // results are deterministic.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     slices.first_pass_by_part(current, [&](int k, int begin, int count, const T* part) {
       float2* const own = sums + (k * Shape::kWarps + slices.warp) * per_part;
       const int first_vector = current.begin + begin, first = p.by_channel.quotient(first_vector);
-      // The sums of the vector of this lane among the 32 from `at` on.
+      // The sums of this lane's vector among the 32 vectors from `at` on.
       const auto vector_sums = [&](int at) {
         float2 lane_sums = {0.0f, 0.0f};
         if (at + lane >= count) return lane_sums;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         }
         return lane_sums;
       };
-      // Of a channel, or of the rest of one: entry of the part, and contribution to the row's sums.
+      // Writes the part's entry of a channel, or of the rest of a channel, and adds to the row's sums.
       const auto add_channel = [&](int c, float w, float2 channel_sums, bool continues) {
         channel_sums.x *= rstd;
         weighted.x = fmaf(w, channel_sums.x, weighted.x);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         const float w = head ? weight_of(c) : 0.0f;
         float2 channel_sums = vector_sums(at);
         add_channel_lanes(channel_sums, channel_vectors - 1 - from_first);
-        // Lane 0 continues the channel of the 32 vectors before.
+        // Lane 0 continues the channel of the previous 32 vectors.
         if (head) add_channel(c, w, channel_sums, at > 0 && from_first > 0);
         __syncwarp();
       }

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "device/vec.cuh"
-#include "host/check_parts.h"
-#include "host/dispatch.h"
+#include "host/checks/parts.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "norm/sum_partials.cuh"
 
@@ -66,7 +66,7 @@ inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed
   return grad;
 }
 
-// For an empty x: the mean of an empty row is NaN, and so is its rstd.
+// Used for an empty x: the mean and the rstd of an empty row are NaN.
 inline void fill_empty_row_statistic(const Tensor& statistic) {
   if (statistic.numel() > 0) torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
 }

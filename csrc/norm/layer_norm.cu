@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "norm/host.cuh"
 #include "norm/layer_norm_backward.cuh"
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
       launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;
     }
-    // A partial sum is that of grad_weight followed by that of grad_bias.
+    // A partial sum has the sum of grad_weight, then the sum of grad_bias.
     const bool both = need_grad_weight && need_grad_bias;
     p.partial_stride = (both ? 2 : 1) * p.hidden;
     const Tensor partial = empty({plan.partials, p.partial_stride}, ScalarType::Float, x);

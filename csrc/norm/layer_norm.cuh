@@ -6,7 +6,7 @@
 
 namespace liger {
 
-// kFastPath: at compile time, a weight of the dtype of x, and no bias or one of that dtype.
+// kFastPath: at compile time, the weight has the dtype of x, and so has the bias if there is one.
 template <bool kFastPath>
 struct ColumnAffine {
   const void *weight, *bias;  // may be null

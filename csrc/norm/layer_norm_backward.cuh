@@ -4,8 +4,8 @@
 // grad_x = rstd * (grad_y * w - a - xhat * c), grad_weight = sum over rows of grad_y * xhat, and grad_bias =
 // sum over rows of grad_y. xhat is never materialised: it is recomputed from x, mean and rstd.
 //
-// The grid, the shared-memory ring, the split over rows and the alignment are those of the RMSNorm backward
-// (norm/rms_norm_backward.cuh); one reduction per row has both sums.
+// The RMSNorm backward (norm/rms_norm_backward.cuh) has the same grid, shared-memory ring, split over rows
+// and alignment. One reduction per row computes both sums.
 #pragma once
 
 #include <type_traits>
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kLayerNormThreads<T, V, kFastPath>, 1) layer_n
   const int lookahead = rstds.lookahead(coord);
   means.prefetch(coord, first, step, p.rows);
   rstds.prefetch(coord, first, step, p.rows);
-  // The loads of the weight are issued before those of the rows.
+  // The loads of the weight are issued before the loads of the rows.
   WeightFragment<T, N, V, kFastPath> weight(ring.end(stages));
   weight.prefetch(p, coord);
   for (int stage = 0; stage < stages; ++stage) load_stage(stage, first + stage * step);

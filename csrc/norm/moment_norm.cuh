@@ -2,7 +2,7 @@
 //
 // A row that fits in the registers of a block is read once and written once (moment_norm_kernel, kGrouped or
 // kBlock). A wider row is split into chunks and read twice: chunk_moments_kernel writes the moments of each
-// chunk, then moment_norm_kernel (kChunk) combines those of a row and normalises.
+// chunk, then moment_norm_kernel (kChunk) combines the moments of a row and normalises.
 //
 // Grid: blocks of several rows, of one row, or of one chunk (RowMapping). With N = kVec<T> every row of x and
 // y is aligned to 16 bytes and `hidden` is a multiple of N; N = 1 has no requirement.

@@ -1,7 +1,6 @@
 // Mean and variance without cancellation, as shifted sums: the differences are taken from a shift close to
-// the mean, so that the sum of differences and the sum of their squares need one reduction together. Partial
-// results are combined from their counts, means and squared deviations (the parallel form of Welford's
-// algorithm).
+// the mean. One reduction computes the sum of differences and the sum of their squares. Partial results are
+// combined from their counts, means and squared deviations (the parallel form of Welford's algorithm).
 #pragma once
 
 #include "device/reduce.cuh"
@@ -14,15 +13,15 @@ struct Moments {
   float squares;  // sum of the squared deviations from the mean
 };
 
-// The moments of `count` values from the sum of their differences from shift and the sum of the squares of
-// these. The relative error of the sums is amplified by at most count * (mean - shift)^2 / squares. If shift
-// is the mean of n of the values, that factor is at most count / n, and small unless the variance is mainly
-// due to these n values.
+// Computes the moments of `count` values from the sum of their differences from `shift` and the sum of the
+// squared differences. The relative error of the sums is amplified by at most count * (mean - shift)^2 /
+// squares. If shift is the mean of n of the values, that factor is at most count / n, and small unless the
+// variance is mainly due to these n values.
 __device__ __forceinline__ Moments shifted_moments(float shift, float sum, float squares,
                                                    float inverse_count) {
   const float delta = sum * inverse_count;
   const float centred = fmaf(-sum, delta, squares);
-  // Not fmaxf: it would replace the NaN of a row with infinities by 0.
+  // fmaxf would replace the NaN of a row with infinities by 0.
   return {shift + delta, centred < 0.0f ? 0.0f : centred};
 }
 
@@ -53,8 +52,8 @@ struct ShiftedSums {
 };
 
 // The moments of any number of vectors, added one by one. Half types: sums shifted by the mean of the first
-// vector. float32: the moments of each vector about its own mean are combined with those before (Welford),
-// which is exact enough for any first vector.
+// vector. float32: the moments of each vector about its own mean are combined with the moments so far
+// (Welford), which is accurate for any first vector.
 template <typename T, int N>
 struct RunningMoments {
   int vectors = 0;
@@ -83,9 +82,9 @@ struct RunningMoments {
 };
 
 // The moments of the values in the registers of `lanes` consecutive threads of a warp, a power of two. Half
-// types: one round of shuffles, with sums shifted by the mean of the first vector of the first thread, which
-// has a vector if any thread has one. float32: two rounds, the first for the mean, because the error of the
-// shifted sums is below the rounding of half types only.
+// types: one round of shuffles, with sums shifted by the mean of the first thread's first vector (if any
+// thread has a vector, the first thread has one). float32: two rounds, the first for the mean, because the
+// error of the shifted sums is below the rounding of half types only.
 template <typename T, int N, int V, typename InRow>
 __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const InRow& in_row, int lanes,
                                                 float inverse_count) {
@@ -140,9 +139,8 @@ struct MomentReduction {
   }
 };
 
-// The moments of the values in the registers of a block, whose size is a multiple of 32. Each warp has a
-// shift of its own, so one exchange between warps is enough. The scratch must not be in use by an earlier
-// call.
+// The moments of the values in the registers of a block; its size is a multiple of 32. Each warp has its
+// own shift, so one exchange between warps is enough. No earlier call may still use the scratch.
 template <typename T, int N, int V, typename InRow>
 __device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const InRow& in_row,
                                                  float inverse_count, PartialMoments (&scratch)[32]) {
@@ -160,8 +158,8 @@ __device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const 
   return sums.reduce_warp(inverse_count);
 }
 
-// The moments of a row of `count` values from those of its chunks. All chunks have chunk_size values but the
-// last one. Called by all threads of a block. scratch: as for block_reduce().
+// Combines the moments of chunks to the moments of a row of `count` values. All chunks but the last have
+// chunk_size values. All threads of a block call it. scratch: as for block_reduce().
 __device__ __forceinline__ Moments combine_chunks(const Moments* chunk_moments, int chunks,
                                                   int64_t chunk_size, int64_t count, float* scratch) {
   const auto size = [&](int chunk) {

@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "norm/host.cuh"
 #include "norm/rms_norm_backward.cuh"

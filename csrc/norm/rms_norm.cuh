@@ -1,10 +1,11 @@
 // RMSNorm forward, with an optional fused residual addition: h = x + residual, rstd = rsqrt(mean(h^2) + eps),
-// y = h * rstd * (offset + weight). It writes y, h (new_residual) and rstd. Or with a gate (norm/gate.cuh). A
-// row stays in registers between its reduction and its output, so each element is read once and written once;
-// rows too wide for that are read twice (rms_norm_wide_kernel).
+// y = h * rstd * (offset + weight). It writes y, h (new_residual) and rstd. Optional gate: see norm/gate.cuh.
+// A row stays in registers between its reduction and its output, so each element is read once and written
+// once; rows that do not fit are read twice (rms_norm_wide_kernel).
 //
-// Grid: a block per row, or per several rows of up to a warp each; with a gate for every group of columns. With N = kVec<T> every row and the weight
-// are aligned to 16 bytes and `hidden` is a multiple of N; N = 1 has no requirement.
+// Grid: one block per row, per several rows (of up to a warp each), or, with a gate, per group of columns.
+// With N = kVec<T> every row and the weight are aligned to 16 bytes and `hidden` is a multiple of N; N = 1
+// has no requirement.
 #pragma once
 
 #include <string>
@@ -98,7 +99,7 @@ __device__ __forceinline__ void scale(float (&value)[N], const float (&w)[N], fl
   }
 }
 
-// x + residual, rounded to T: rstd is that of the stored new_residual.
+// x + residual, rounded to T: rstd belongs to new_residual as it is stored.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> add_vectors(const Vec<T, N>& x, const Vec<T, N>& y) {
   float a[N], b[N];
@@ -127,7 +128,8 @@ __device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool
 template <int N, int V, Extra kExtra>
 inline constexpr int kRowThreads = is_gate(kExtra) && V == 8 && N > 1 ? 512 : kForwardThreads<V>;
 
-// Minimum number of resident blocks per SM. One less for a gate without the fast path, which would spill.
+// Minimum number of resident blocks per SM. A gate without the fast path would spill, so it has one block
+// less.
 template <int V, Extra kExtra, bool kFastPath>
 inline constexpr int kForwardBlocks = (V == 2   ? (kExtra == Extra::kNone ? 4 : 3)
                                        : V == 4 ? 2
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(kRowThreads<N, V, kExtra>, kForwardBlocks<V, k
   }
 }
 
-// One block per row that does not fit in its registers: the row is read twice, the second time mostly from
+// A block has one row that does not fit in its registers: the row is read twice, the second time mostly from
 // L2.
 inline constexpr int kWideThreads = 512;
 
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNo
   }
 }
 
-// A kernel with a gate has its blocks once per group.
+// With a gate the grid repeats the blocks for each group.
 template <Extra kExtra, typename Params>
 unsigned blocks_of_groups(const Params& p, int64_t blocks) {
   if constexpr (is_gate(kExtra)) blocks *= p.gate.groups.divisor;

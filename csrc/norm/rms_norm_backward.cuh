@@ -2,14 +2,14 @@
 //
 // With w = offset + weight and c = mean(grad_y * w * x * rstd): grad_x = rstd * (grad_y * w - x * rstd * c),
 // and grad_weight = sum over rows of grad_y * (x * rstd). x * rstd is never materialised: it is recomputed
-// from x and rstd. With a gate (norm/gate.cuh) also grad_gate: a gate after the norm multiplies grad_y before
-// these formulas, a gate before the norm takes part in x and in its gradient.
+// from x and rstd. With a gate (norm/gate.cuh) it also writes grad_gate: a gate after the norm multiplies
+// grad_y before these formulas; a gate before the norm multiplies x and its gradient.
 //
 // Grid: persistent blocks, at most one per SM, which load rows through a shared-memory ring
-// (norm/row_ring.cuh); with a gate each works on one group of columns. The sum over rows is split over the
-// blocks: each accumulates its partial grad_weight in float registers over all its rows, and a second kernel
-// adds the partial sums in a fixed order (norm/sum_partials.cuh), so the result is deterministic. Rows too
-// wide for a block take one block per row for grad_x, and a kernel of its own for grad_weight.
+// (norm/row_ring.cuh); with a gate each block works on one group of columns. The sum over rows is split over
+// the blocks: each accumulates its partial grad_weight in float registers over all its rows, and a second
+// kernel adds the partial sums in a fixed order (norm/sum_partials.cuh), so the result is deterministic. Rows
+// too wide for a block take one block per row for grad_x and a separate kernel for grad_weight.
 //
 // With N = kVec<T> every row and the weight are aligned to 16 bytes and `hidden` is a multiple of N; N = 1
 // has no requirement.
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
     int lanes, int stages) {
   using Vector = Vec<T, N>;
   constexpr int kStreams = kExtra == Extra::kNone ? 2 : 3;
-  // True: a row is copied from the ring to registers, so that its slots are refilled before the reduction.
-  // False (wide rows): it is read from the ring twice.
+  // True: a row is copied from the ring to registers, and its slots are refilled before the reduction. False
+  // (wide rows): a row is read from the ring twice.
   constexpr bool kInRegisters = V * N <= 16;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[RowSum<R>::kScratch];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
   RowScalars<R> rstds(p.rstd + columns.group, columns.groups);
   const int lookahead = rstds.lookahead(coord);
   rstds.prefetch(coord, first, step, p.rows);
-  // The loads of the weight are issued before those of the rows.
+  // The loads of the weight are issued before the loads of the rows.
   Vector raw_weight[kFastPath ? V : 1];
   if constexpr (kFastPath) {
 #pragma unroll
@@ -108,16 +108,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
   int stage = 0;
-  // The number of steps is uniform over the block, also for groups without a row left: row_sum synchronises
-  // their threads.
+  // All groups run the same number of steps, even without a row left, because row_sum synchronises their
+  // threads.
   for (int i = 0; first - coord.group < p.rows; first += step, i = i + 1 == lookahead ? 0 : i + 1) {
     if (i == 0) rstds.advance(coord, first, step, p.rows);
     wait_async(stages - 1);
     float rstd[R], dot[R];
     Vector cached[kInRegisters ? R : 1][kStreams][kInRegisters ? V : 1];
-    // What the second pass needs of the activation. A gate after the norm: the upstream gradient times the
-    // gate, in registers, or in the slots of grad_y and the gate. A gate before it: the sigmoids of the gate,
-    // in registers, or computed again.
+    // Values of the activation for the second pass. A gate after the norm keeps the upstream gradient times
+    // the gate, in registers or in the slots of grad_y and the gate. A gate before the norm keeps the
+    // sigmoids of the gate in registers, or recomputes them.
     constexpr bool kGateLast = kExtra == Extra::kGateLast;
     float kept[kInRegisters && is_gate(kExtra) ? R : 1][V][N];
     const auto value = [&](int r, int stream, int j) -> const Vector& {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
     for (int r = 0; r < R; ++r) {
       const int64_t row = first + r * groups;
       rstd[r] = rstds.at(coord, r, i);
-      // Several short dependency chains instead of a long one, if there are registers for them.
+      // Several short dependency chains replace a long chain if registers suffice.
       constexpr int kChains = kInRegisters && N >= 4 ? 4 : 1;
       float dots[kChains] = {};
       const bool active = row < p.rows;

@@ -11,7 +11,7 @@ namespace liger {
 
 template <typename RowOffsets>
 struct RmsNormBackwardParams {
-  // extra: grad_residual, which is added to grad_x, or the gate. It and weight may be null.
+  // extra: grad_residual, which is added to grad_x, or the gate. extra and weight may be null.
   const void *grad_y, *extra, *x, *weight;
   const float* rstd;
   void* grad_x;    // null: not needed
@@ -92,7 +92,7 @@ __device__ __forceinline__ void grad_of_norm(const float (&x)[N], float (&g)[N],
   for (int i = 0; i < N; ++i) g[i] = fmaf(-shift, x[i], rstd * (g[i] * w[i]));
 }
 
-// The same of vectors, plus grad_residual if there is one.
+// The same for vectors, plus grad_residual if there is one.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T, N>& g, const float (&w)[N],
                                                  const Vec<T, N>& residual, bool has_residual, float rstd,

@@ -1,6 +1,6 @@
 // RMSNorm backward of rows that do not fit in the registers of a block: one block per row, and per group with
-// a gate, for grad_x and grad_gate, and a kernel of its own for grad_weight. The formulas are those of
-// norm/rms_norm_backward.cuh, which includes this file.
+// a gate, for grad_x and grad_gate, and a separate kernel for grad_weight. norm/rms_norm_backward.cuh has the
+// formulas and includes this file.
 #pragma once
 
 #include "device/reduce.cuh"

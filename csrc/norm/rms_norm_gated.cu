@@ -1,10 +1,10 @@
-// Host code of rms_norm_gated. The kernels are those of rms_norm, with a gate (norm/gate.cuh).
+// Host code of rms_norm_gated. It launches the kernels of rms_norm with a gate (norm/gate.cuh).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <tuple>
 
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "norm/host.cuh"
 #include "norm/rms_norm_backward.cuh"
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
   }
   const DeviceAttributes& device = device_attributes(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
-  // The blocks of all groups together are about one per SM.
+  // All groups together have about one block per SM.
   const int blocks_per_group = std::max<int>(1, static_cast<int>(device.sm_count / groups));
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;

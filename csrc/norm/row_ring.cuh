@@ -8,7 +8,7 @@
 
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "host/shared_memory.h"
+#include "host/launch/shared_memory.h"
 #include "norm/backward_plan.cuh"
 
 namespace liger {
@@ -40,11 +40,11 @@ struct RowRing {
     return own[(((stage * R + r) * Streams + stream) * V + j) * blockDim.x];
   }
 
-  // The first address behind the ring.
+  // The first address after the ring.
   __device__ __forceinline__ void* end(int stages) const { return &slot(stages, 0, 0, 0) - threadIdx.x; }
 
-  // Starts the copies of rows first, first + groups, ..., those below `rows`, and commits them as one group.
-  // source(stream, row): the address of a row of a tensor.
+  // Starts the copies of the rows first, first + groups, ... that are below `rows`, and commits them as one
+  // group. source(stream, row): the address of a row of a tensor.
   template <typename Source>
   __device__ __forceinline__ void load_stage(const ThreadCoord& coord, int stage, int64_t first, int64_t rows,
                                              const Source& source) const {
@@ -69,8 +69,8 @@ struct RowRing {
   }
 };
 
-// One float per row, rstd for instance. A group loads those of the next `lookahead` steps at once, one per
-// lane: a load in every step would queue behind the copies of rows that are in flight.
+// One float per row, for instance rstd. A group loads the values of the next `lookahead` steps at once, one
+// per lane: a load in every step would wait for the row copies in flight.
 template <int R>
 struct RowScalars {
   const float* values;
@@ -91,8 +91,8 @@ struct RowScalars {
     }
   }
 
-  // Called at the first of every `lookahead` steps: the values loaded before become current, and the loads of
-  // the next ones start.
+  // Called at the first of every `lookahead` steps: the loaded values become current, and the next loads
+  // start.
   __device__ __forceinline__ void advance(const ThreadCoord& coord, int64_t first, int64_t step,
                                           int64_t rows) {
 #pragma unroll
@@ -108,7 +108,7 @@ struct RowScalars {
 
 // Sums R values over the lanes of a group; every lane gets the results. `lanes` is a power of two up to 32,
 // or a multiple of 32; then the warps of the group synchronise through a named barrier. Two scratch buffers
-// alternate, so that one barrier per call is enough. The sums of absent warps are read too, so the scratch is
+// alternate, so one barrier per call is enough. Sums of absent warps are also read, so the scratch is
 // initialised to zero.
 template <int R>
 struct RowSum {
@@ -146,9 +146,9 @@ struct RowSum {
   }
 };
 
-// Writes the sum over the thread groups of a block of `sums`, which has this thread's columns of a row, to
+// Sums `sums`, this thread's columns of a row, over the thread groups of a block, and writes the result to
 // out (hidden). The groups exchange their sums through the shared memory of the ring, which must have no
-// copies in flight, and are added in their order.
+// copies in flight. The order of additions is fixed.
 template <int N, int V>
 __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const float (&sums)[V][N],
                                                 unsigned char* shared, int64_t hidden, float* out) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const 
   }
 }
 
-// Raises the limit of dynamic shared memory if a launch may exceed the default one: 48 KB less the static
-// shared memory of the kernel, a few KB here. Should that fail, the launch reports the error.
+// Raises the limit of dynamic shared memory if a launch may exceed the default limit: 48 KB minus the static
+// shared memory of the kernel, a few KB here. If that fails, the launch reports the error.
 template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
   if (bytes > 40 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kByDriver);

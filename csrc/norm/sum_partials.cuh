@@ -1,5 +1,5 @@
-// Second pass of a split reduction over rows: the gradients of a norm's parameters from the partial sums that
-// blocks have written. The order of the additions is fixed, so the result is deterministic.
+// Second pass of a split reduction over rows: the gradients of a norm's parameters from the partial sums of
+// blocks. The order of the additions is fixed, so the result is deterministic.
 //
 // Grid: (columns / 16, K). Partial sums are read as float4 if `hidden` is a multiple of 4; `partial` is
 // aligned to 16 bytes then.
@@ -13,7 +13,8 @@
 
 namespace liger {
 
-// Partial sums of K parameters: those of a parameter are `count` rows of `hidden`, `stride` elements apart.
+// Partial sums of K parameters: each parameter has `count` rows of `hidden` elements, `stride` elements
+// apart.
 template <typename W, int K>
 struct PartialSums {
   const float* partial[K];
@@ -21,7 +22,7 @@ struct PartialSums {
   int64_t stride;
   W* out[K];
 
-  // K parameters in turn: (count, K, hidden).
+  // The parameters alternate: (count, K, hidden).
   static PartialSums interleaved(const float* partial, int count, int64_t hidden, W* const (&out)[K]) {
     PartialSums sums{};
     sums.stride = K * hidden;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kSumThreads)
   __shared__ float4 warp_sums[kSumThreads / 32][kLanes];
   const int quad = threadIdx.x % kLanes;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + quad * 4;
-  // Not an index: it would move the arrays to local memory.
+  // An index into the arrays would move them to local memory.
   const bool other = K > 1 && blockIdx.y > 0;
   const float* const partial = other ? sums.partial[K - 1] : sums.partial[0];
   const int partials = other ? sums.count[K - 1] : sums.count[0];

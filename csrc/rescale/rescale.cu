@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 
 namespace liger {

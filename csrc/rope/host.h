@@ -41,8 +41,8 @@ inline bool can_vectorise_heads(const Tensor& q, int rotary) {
   return rotary % (2 * vector_of(q)) == 0 && q.size(3) % vector_of(q) == 0;
 }
 
-// Whether the kernels can read cos and sin in vectors. They read float32, or aligned vectors of the dtype of q:
-// other tables are converted to float32.
+// True if the kernels can read cos and sin in vectors. They read float32, or aligned vectors of the dtype of
+// q: other tables are converted to float32.
 inline bool prepare_tables(const Tensor& q, bool vectorised, Tensor& cos, Tensor& sin) {
   const auto aligned = [](const Tensor& like) {
     const RopeTable x = rope_table(like);

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "host/dispatch.h"
-#include "host/shared_memory.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/shared_memory.h"
 #include "host/torch.h"
 #include "norm/host.cuh"
 #include "rope/host.h"
@@ -21,7 +21,8 @@ HeadWeight head_weight(const OptionalTensor& weight) {
   return {data(weight), weight && weight->scalar_type() == ScalarType::Float};
 }
 
-// Whether the vectorised kernels can use the strides of x; that of a dimension of size 1 is multiplied by 0.
+// True if the vectorised kernels can use the strides of x. The stride of a dimension of size 1 does not
+// count: it is multiplied by 0.
 bool has_32bit_strides(const Tensor& x) {
   for (int64_t i = 0; i + 1 < x.dim(); ++i) {
     if (x.size(i) > 1 && x.stride(i) >> 32 != 0) return false;
@@ -29,12 +30,12 @@ bool has_32bit_strides(const Tensor& x) {
   return true;
 }
 
-// The arguments that forward and backward share, apart from q and k.
+// Arguments of both forward and backward, except q and k.
 struct Call {
   Tensor cos, sin;
   OptionalTensor q_weight, k_weight;
   QkNormRope p{};
-  bool vectorised;  // without set_tables(): by the sizes and the weights alone
+  bool vectorised;  // before set_tables(): according to sizes and weights alone
 
   Call(const Tensor& q, const OptionalTensor& q_weight, const OptionalTensor& k_weight, const Tensor& cos,
        const Tensor& sin, double eps, double offset, const std::string& casting_mode)
@@ -82,7 +83,8 @@ NormedHeads normed_heads(const Tensor& x, const Tensor* grad_out, const Tensor* 
 template <Rounding kRounding>
 using RoundingTag = std::integral_constant<Rounding, kRounding>;
 
-// Switches over the dtype of the tables, the pairs and the rounding of the vectorised kernels.
+// Calls launch with the dtype of the tables, the pairs and the rounding as template arguments of the
+// vectorised kernels.
 template <typename T, typename Launch>
 void dispatch_vectorised(const Call& call, bool interleaved, const Launch& launch) {
   const QkNormRope& p = call.p;

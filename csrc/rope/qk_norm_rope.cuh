@@ -1,9 +1,9 @@
 // RMSNorm of each head of q and k, then the rotary embedding, in one launch.
 //
-// This kernel and that of rope/qk_norm_rope_backward.cuh have N = kVec<T> (rope/rotation.cuh) and heads of up to 32 items; those of
-// rope/qk_norm_rope_generic.cuh have no requirement. 2^lanes_log2 threads, at most a warp, process a head, with one
-// item each; so its reductions are shuffles. A thread has the same item of kRopeHeads heads of a token, for which
-// it loads the tables and the weight once.
+// This kernel and the kernel of rope/qk_norm_rope_backward.cuh require N = kVec<T> (rope/rotation.cuh) and
+// heads of up to 32 items; the kernels of rope/qk_norm_rope_generic.cuh have no requirement. 2^lanes_log2
+// threads, at most a warp, process a head, with one item each, and shuffles reduce over a head. A thread has
+// the same item of kRopeHeads heads of a token, for which it loads the tables and the weight once.
 #pragma once
 
 #include "device/fast_divide.h"
@@ -17,7 +17,7 @@ namespace liger {
 // Minimum number of resident blocks per SM of the forward.
 inline constexpr int kQkForwardBlocks = 3;
 
-// The chunks of kRopeHeads heads of one token, those of q before those of k.
+// The chunks of kRopeHeads heads of one token: first the chunks of q, then the chunks of k.
 struct HeadChunks {
   int q_chunks, per_head, lanes_log2;
   FastDivide chunks;
@@ -31,9 +31,9 @@ struct HeadChunks {
   int64_t per_token() const { return int64_t{chunks.divisor} << lanes_log2; }
 };
 
-// All loads of a thread precede its first use of a loaded value, except those of operands that would take too many
-// registers: tables wider than T, and weights that are not of a half type. A thread without an item, or without a
-// second vector or head, loads one that another load has: a branch around a load would wait for the load.
+// All loads of a thread precede its first use of a loaded value, except operands that would take too many
+// registers: tables wider than T, and weights that are not of a half type. A thread without an item, or
+// without a second vector or head, repeats another load: a branch around a load would wait for the load.
 template <typename T, typename Table, bool Interleaved, Rounding kRounding>
 __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks)
     qk_norm_rope_kernel(const __grid_constant__ QkNormRope p, const __grid_constant__ HeadChunks items) {

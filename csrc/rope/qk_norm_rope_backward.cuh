@@ -1,9 +1,9 @@
-// Backward of rope/qk_norm_rope.cuh: it rotates the upstream gradient back, recomputes the norm from q and k, and sums
-// the gradients of both weights.
+// Backward of rope/qk_norm_rope.cuh: it rotates the upstream gradient back, recomputes the norm from q and k,
+// and sums the gradients of both weights.
 //
-// Persistent blocks, each of which works on q or on k, so that it accumulates the gradient of one weight in registers.
-// Each thread copies its items of the next chunks of heads to its own slots in shared memory (cp.async), which needs
-// no barrier, and loads their tables one step ahead.
+// Blocks are persistent. A block works on either q or k, and accumulates the gradient of one weight in
+// registers. Each thread copies its items of the next chunks of heads to its own slots in shared memory
+// (cp.async), which needs no barrier, and loads their tables one step ahead.
 #pragma once
 
 #include "rope/qk_norm_rope.cuh"
@@ -25,19 +25,19 @@ struct ChunkRows {
 };
 
 struct QkBackwardPlan {
-  ChunkRows rows[2];  // of q and of k
+  ChunkRows rows[2];  // for q and for k
   uint32_t q_blocks;
   int per_head, lanes_log2;
 };
 
-// A thread without an item, or without a second vector or head, copies one that another copy has, without a branch,
+// A thread without an item, or without a second vector or head, repeats another copy, which needs no branch,
 // and ignores it.
 template <typename T, typename Table, bool Interleaved, bool kRoundScaled>
 __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
     qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeBackward p,
                                  const __grid_constant__ QkBackwardPlan plan) {
   constexpr int N = kVec<T>, H = kRopeHeads, kHalf = N / 2;
-  constexpr bool kPrefetchTables = sizeof(Table) == sizeof(T);  // wider ones take too many registers
+  constexpr bool kPrefetchTables = sizeof(Table) == sizeof(T);  // wider tables take too many registers
   using Vector = Vec<T, N>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int which = blockIdx.x < plan.q_blocks ? 0 : 1;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
   };
   HeadPlace place;
   TableItem<Table, N> tables;
-  // Of the last row if the row is beyond it.
+  // Clamps to the last row.
   const auto go_to = [&](uint32_t row) {
     place = rows.place(min(row, rows.total - 1), tensor.heads);
     if constexpr (kPrefetchTables) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
   load_parameter<T, N>(weight.data, weight.is_float, p.offset, 1.0f, entries.first, w[0]);
   load_parameter<T, N>(weight.data, weight.is_float, p.offset, 1.0f, second, w[1]);
 
-  // The number of steps is uniform over the block, for the shuffles.
+  // All threads of the block run the same number of steps, because the shuffles need all lanes.
   for (int stage = 0; base < rows.total; stage = stage + 1 == kQkStages ? 0 : stage + 1) {
     wait_async(kQkStages - 1);
     float g[H][2][2][kHalf];  // by head, half of the vectors, vector
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           squares[i] = fmaf(x[k], x[k], squares[i]);
-          // Not (g * w) * x: the compiler would keep the products for the gradient of x, in 32 registers.
+          // With (g * w) * x the compiler would keep the products for the gradient of x, in 32 registers.
           dots[i] = fmaf(g[h][k / kHalf][i][k % kHalf], w[i][k] * x[k], dots[i]);
         }
       }
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
     for (int h = 0; h < H; ++h) {
       if (!active || h >= place.heads) continue;
       const float rstd = reciprocal_rms<T>(p, sums[2 * h]);
-      // From left to right: rstd^3 alone may overflow.
+      // The product is evaluated from left to right: rstd^3 alone may overflow.
       const float shift = sums[2 * h + 1] * p.inverse_head_dim * rstd * rstd * rstd;
       T* const head = out + wide_product(tensor.out_strides.head, h);
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kQkThreads, kQkBlocksPerSm)
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
   if (!tensor.partial) return;
-  // The ring's memory may be reused only after the copies, of which the last are empty, are complete.
+  // The ring's memory may be reused only after all copies are complete; the last copies are empty.
   wait_async(0);
   __syncthreads();
   float* const group_sums = reinterpret_cast<float*>(shared);

@@ -1,5 +1,5 @@
-// qk_norm_rope for heads of any size, stride and alignment: a warp per head, which reads it twice. The tables are
-// float32.
+// qk_norm_rope for heads of any size, stride and alignment: a warp per head, which reads it twice. The tables
+// are float32.
 #pragma once
 
 #include "norm/parameters.cuh"
@@ -9,7 +9,7 @@ namespace liger {
 
 inline constexpr int kGenericThreads = 256, kGenericWarps = kGenericThreads / 32;
 
-// One of q and k, the heads of a token being consecutive rows.
+// q or k as rows: the heads of a token are consecutive.
 struct GenericHeads {
   NormedHeads tensor;
   HeadWeight weight;
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kGenericThreads)
   });
 }
 
-// Warp i has the rows i, i + warps, ... and partial i, whose columns belong to the lanes that own the items.
+// Warp i has the rows i, i + warps, ... and partial i. A column of the partial belongs to the lane with that
+// item.
 template <typename T, bool Interleaved>
 __global__ void __launch_bounds__(kGenericThreads)
     qk_norm_rope_backward_generic_kernel(const __grid_constant__ QkNormRope p,

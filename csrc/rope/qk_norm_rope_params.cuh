@@ -15,11 +15,11 @@ struct QkNormRope : Rope {
   HeadWeight q_weight, k_weight;
   float eps, offset, inverse_head_dim;
   bool round_rstd;    // casting mode "none": rstd is rounded to the dtype of the heads
-  bool round_scaled;  // "none", "llama": so is x * rstd, before the multiplication by the weight
+  bool round_scaled;  // "none", "llama": x * rstd is rounded before the multiplication by the weight
 };
 
-// One of q and k. out: the result of the forward, or the gradient of x. In the backward out and partial may be
-// null: not needed.
+// q or k. out: the result of the forward, or the gradient of x. In the backward out and partial may
+// be null: not needed.
 struct NormedHeads {
   const void *x, *grad_out;
   void* out;
@@ -28,12 +28,12 @@ struct NormedHeads {
   int heads;
 };
 
-// Of Rope, the tables and sizes are used.
+// The kernels use the tables and sizes of Rope.
 struct QkNormRopeBackward : QkNormRope {
   NormedHeads tensors[2];
 };
 
-// Items of 2n entries of a head: first those that are rotated, then those that are copied.
+// Number of items of 2n entries in a head: first the rotated entries, then the copied entries.
 inline int items_per_head(const Rope& p, int n) {
   return p.rotary / (2 * n) + (p.head_dim - p.rotary + 2 * n - 1) / (2 * n);
 }
@@ -50,7 +50,7 @@ struct HeadPlace {
   int first_head, heads;
 };
 
-// The vectorised kernels take strides below 2^32, so a product has one instruction.
+// The vectorised kernels require strides below 2^32, so a product takes one instruction.
 __device__ __forceinline__ int64_t wide_product(int64_t stride, uint32_t index) {
   return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(stride)} * index);
 }
@@ -95,7 +95,8 @@ struct TableItem {
   }
 };
 
-// Sums each of K values over 2^lanes_log2 consecutive threads of a warp. All threads of the warp must call it.
+// Sums each of K values over 2^lanes_log2 consecutive threads of a warp. All threads of the warp must call
+// it.
 template <int K>
 __device__ __forceinline__ void sum_over_lanes(float (&x)[K], int lanes_log2) {
 #pragma unroll
@@ -113,7 +114,7 @@ __device__ __forceinline__ float reciprocal_rms(const QkNormRope& p, float squar
   return p.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
-// What the norm rounds to T before the rotation, and the type of the weights.
+// Values that the norm rounds to T before the rotation, and the type of the weights.
 enum class Rounding {
   kOutput,      // x * rstd * weight, as if it were stored
   kScaled,      // x * rstd as well

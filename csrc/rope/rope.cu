@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "host/dispatch.h"
+#include "host/launch/dispatch.h"
 #include "host/torch.h"
 #include "rope/host.h"
 

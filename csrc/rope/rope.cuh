@@ -19,7 +19,7 @@ inline constexpr int kRopeThreads = 256;
 inline constexpr int kRopeHeads = 2;  // per thread: more registers would reduce the occupancy
 
 // The work items of one token: per_head items for each chunk of kRopeHeads heads. The first `pairs` items of
-// a head rotate, the others copy. The chunks of q come before those of k.
+// a head rotate, the others copy. The chunks of q come before the chunks of k.
 struct RopeItems {
   int pairs, q_chunks;
   FastDivide per_head, chunks;  // divide by the items per head, and by the chunks of q and k
@@ -97,8 +97,8 @@ void launch_rope_direction(const Rope& p, const RopeItems& items, dim3 grid, cud
   }
 }
 
-// One launch, launch(p, items, grid), unless a batch entry has about 2^31 items or more, or the batch is larger
-// than 65535: the limits of FastDivide and of gridDim.y.
+// Calls launch(p, items, grid) once, or several times if a batch entry has about 2^31 items or more (the
+// limit of FastDivide) or the batch is larger than 65535 (the limit of gridDim.y).
 template <typename Params, typename Items, typename Launch>
 void launch_in_parts(Params p, Items items, const Launch& launch) {
   constexpr int64_t kMaxItems = (int64_t{1} << 31) - kRopeThreads, kMaxBatch = 65535;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_table(const RopeTable& table, int64_t batch
   load_floats<N>(static_cast<const Table*>(table.data) + at, out);
 }
 
-// The first entries of the two vectors of an item, the items of a head being numbered from 0.
+// The first entries of the two vectors of an item. Items of a head are numbered from 0.
 template <int N, bool Interleaved>
 struct ItemEntries {
   int first, second;
@@ -66,7 +66,7 @@ struct ItemEntries {
     has_second = second < p.head_dim;
   }
 
-  // The same half of both vectors, M = N / 2. It has whole pairs.
+  // The same half of both vectors, M = N / 2, which has whole pairs.
   template <int M>
   __device__ __forceinline__ ItemEntries<M, Interleaved> half(int which) const {
     return {first + which * M, second + which * M, rotated, has_second};

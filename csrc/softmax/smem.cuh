@@ -10,7 +10,8 @@
 
 namespace liger {
 
-// y from x: the row rule of the forward. Stats of a row -> the function that maps its vectors to results.
+// The row rule of the forward, y from x: the statistics of a row give the function that maps its vectors to
+// results.
 template <typename T>
 struct SoftmaxForward {
   static constexpr int kTensors = 1;
@@ -36,7 +37,7 @@ struct SoftmaxForward {
   }
 };
 
-// grad_x from y and grad_y: the row rule of the backward.
+// The row rule of the backward, grad_x from y and grad_y.
 template <typename T>
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;

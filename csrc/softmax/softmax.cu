@@ -2,17 +2,17 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "host/dispatch.h"
-#include "host/elementwise.h"
-#include "host/smem_row_launch.h"
+#include "host/launch/dispatch.h"
+#include "host/launch/elementwise.h"
+#include "host/launch/smem_row.h"
 #include "softmax/smem.cuh"
 
 namespace liger {
 namespace {
 
 // The common alignment of the rows of all operands. kVectors: rows consist of whole 16-byte vectors. kPeel:
-// rows start equally far from a 16-byte boundary, so only the elements at both ends are no part of common
-// vectors. kElements: operands share no vectors.
+// rows start equally far from a 16-byte boundary, so only elements at both ends are outside common vectors.
+// kElements: operands share no vectors.
 enum class Alignment { kVectors, kPeel, kElements };
 
 Alignment common_alignment(const Softmax& p, int64_t element_size) {
@@ -74,7 +74,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
   }
 }
 
-// The forward without grad_y; the backward with it, in which x is y.
+// Without grad_y runs the forward; with grad_y the backward, where x is y.
 Tensor run(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_arguments(op, {{name, x}, {"grad_y", grad_y}});
   require_cuda_dtype(op, name, x);

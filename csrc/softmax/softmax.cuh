@@ -6,7 +6,7 @@
 //   streamed   any device, any row length: one block reads its row twice, the second time backwards from its
 //              end, which the caches still have
 //
-// 16-byte accesses need rows whose starts are equally misaligned in all operands; otherwise kernels of single
+// 16-byte accesses require that rows start equally misaligned in all operands; otherwise kernels for single
 // elements (N == 1) run.
 #pragma once
 
@@ -91,8 +91,8 @@ struct RowFragment {
     return kPeel ? element >= 0 && element + N <= columns : element < columns;
   }
   // Makes the compiler unpack vector k anew. Floats that are live across two passes would take twice the
-  // registers of packed half types. The memory clobber keeps the unpacking behind the store of the vector
-  // before.
+  // registers of packed half types. The memory clobber keeps the unpacking after the store of the previous
+  // vector.
   __device__ __forceinline__ Vec<T, N>& rematerialise(int k) {
     if constexpr (kPaired<T, N>) {
       uint32_t* words = reinterpret_cast<uint32_t*>(&vectors[k]);
@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kRegisterThreads : kSo
   const float scale = 1.0f / stats.sum;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    // Only the exponentials of a single vector are still in registers; those of several are recomputed.
+    // The exponentials of a single vector are still in registers; the exponentials of several vectors are
+    // recomputed.
     if constexpr (kVectors > 1) unpack(x.rematerialise(k), values);
 #pragma unroll
     for (int i = 0; i < N; ++i)

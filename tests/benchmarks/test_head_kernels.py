@@ -6,11 +6,11 @@ from liger_bench import bench_head_kernels as bench
 
 PREFIX = "void liger::sm90::gemm_kernel"
 TIMES = [
-    (f"{PREFIX}_pingpong<liger::linear_ce::ExpEpilogue<__nv_bfloat16, ...> >(...)", 6000.0),
-    (f"{PREFIX}<liger::linear_ce::GradInputEpilogue<__nv_bfloat16, true, 224> >(...)", 9000.0),
-    (f"{PREFIX}<liger::linear_ce::GradWeightEpilogue<__nv_bfloat16, true, 224> >(...)", 12000.0),
-    (f"{PREFIX}<liger::linear_ce::GradWeightEpilogue<__nv_bfloat16, false, 256> >(...)", 3000.0),
-    ("void liger::linear_ce::gather<__nv_bfloat16>(...)", 300.0),
+    (f"{PREFIX}_pingpong<liger::lm_head::ExpEpilogue<__nv_bfloat16, ...> >(...)", 6000.0),
+    (f"{PREFIX}<liger::lm_head::GradInputEpilogue<__nv_bfloat16, true, 224> >(...)", 9000.0),
+    (f"{PREFIX}<liger::lm_head::GradWeightEpilogue<__nv_bfloat16, true, 224> >(...)", 12000.0),
+    (f"{PREFIX}<liger::lm_head::GradWeightEpilogue<__nv_bfloat16, false, 256> >(...)", 3000.0),
+    ("void liger::lm_head::gather<__nv_bfloat16>(...)", 300.0),
     ("Memset (Device)", 30.0),
 ]
 

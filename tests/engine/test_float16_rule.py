@@ -12,7 +12,7 @@ ROWS, HIDDEN, CLASSES, CHUNK = 384, 128, 4096, 256
 # The error of one rounding of random numbers to 11 bits, relative to their norm.
 ONE_ROUNDING = 2.08e-4
 LARGEST = 65504
-SOURCE = Path(__file__).parents[2] / "csrc/linear_ce/sm90"
+SOURCE = Path(__file__).parents[2] / "csrc/lm_head/sm90"
 
 
 def layer(std=2.5, targets="random", confidence=0.0):
@@ -126,13 +126,15 @@ def test_the_constants_are_those_of_the_kernels():
 
     assert constant("element.cuh", r"kSmallRange<T> \? (\d+) : 0") == float16_rule.OFFSET
     assert constant("element.cuh", r"kLargestSumExponent = (\d+)") == float16_rule.LARGEST_SUM_EXPONENT
-    assert constant("range_rows.cuh", r"kMost = (\d+)") == float16_rule.MOST_SHIFT
-    threads = constant("epilogues.cuh", r"kRowThreads = (\d+)")
-    assert threads // 32 * constant("range_rows.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
-    assert constant("tile.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE
-    assert constant("tile.h", r"kTileN = (\d+)") == float16_rule.SCALE_COLUMNS
-    assert 2.0 ** constant("exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
-    assert 2.0 ** constant("kept_rows.cuh", r"kError = 0x1p(-\d+)f") == float16_rule.BOUND_ERROR
+    assert constant("rows/float16_range.cuh", r"kMaxShift = (\d+)") == float16_rule.MOST_SHIFT
+    threads = constant("epilogues/common.cuh", r"kRowThreads = (\d+)")
+    assert threads // 32 * constant("rows/float16_range.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
+    assert constant("sizes.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE
+    assert constant("sizes.h", r"kTileN = (\d+)") == float16_rule.SCALE_COLUMNS
+    assert (
+        2.0 ** constant("epilogues/exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
+    )
+    assert 2.0 ** constant("logprobs/kept_rows.cuh", r"kError = 0x1p(-\d+)f") == float16_rule.BOUND_ERROR
 
 
 @pytest.mark.parametrize("chunks", [6, 24])

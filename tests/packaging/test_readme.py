@@ -18,7 +18,7 @@ import liger_cli as cli
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("compat", "csrc", "csrc/linear_ce/sm90", "hub")),
+    *(ROOT / folder / "README.md" for folder in ("compat", "csrc", "csrc/lm_head/sm90", "hub")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 README = (ROOT / "README.md").read_text()

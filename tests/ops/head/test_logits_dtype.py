@@ -338,7 +338,7 @@ def test_bad_input_of_the_op():
     with pytest.raises(RuntimeError, match="logits_dtype is float16, expected float32 or None"):
         op(x, weight, *rest, logits_dtype=torch.float16)
     with pytest.raises(
-        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of input, float32"
+        RuntimeError, match="weight has dtype bfloat16, expected float32 or the dtype of input, float32"
     ):
         op(x, weight.bfloat16(), *rest, logits_dtype=torch.float32)
     with pytest.raises(RuntimeError, match="input has dtype float64"):

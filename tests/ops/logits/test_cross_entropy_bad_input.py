@@ -177,7 +177,7 @@ FUSED_LINEAR_CE = {
     ),
     "dtype mix": (
         lambda a: a.update(weight=a["weight"].half()),
-        "weight has dtype float16, expected that of input, float32",
+        "weight has dtype float16, expected the dtype of input, float32",
     ),
     "integer input": (
         lambda a: a.update(input=a["input"].long()),
@@ -189,7 +189,7 @@ FUSED_LINEAR_CE = {
     ),
     "bias dtype": (
         lambda a: a.update(bias=torch.randn(10).half()),
-        "bias has dtype float16, expected that of input, float32",
+        "bias has dtype float16, expected the dtype of input, float32",
     ),
     "batch shape": (
         lambda a: a.update(input=a["input"].view(2, 2, 8)),

@@ -189,7 +189,7 @@ def test_same_bits_twice(device):
         ),
         (
             lambda d: (torch.randn(2, 6, 3, device=d).half(), 2, None, torch.randn(6, device=d).bfloat16()),
-            "bias has dtype bfloat16, expected that of x, float16, or float32",
+            "bias has dtype bfloat16, expected the dtype of x, float16, or float32",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_same_bits_twice_and_inputs_untouched(device):
         ),
         (
             lambda d: (torch.randn(4, 8, device=d).half(), torch.randn(8, device=d).bfloat16()),
-            "weight has dtype bfloat16, expected that of x, float16, or float32",
+            "weight has dtype bfloat16, expected the dtype of x, float16, or float32",
         ),
         (lambda d: (torch.randn((), device=d), None), "x has shape (), expected at least one dimension"),
         (

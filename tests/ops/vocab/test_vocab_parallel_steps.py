@@ -32,8 +32,8 @@ ROWS, HIDDEN, VOCAB = 700, 64, 1001
 BUDGET = 150_000
 TOLERANCE = 2e-5
 SOURCES = [
-    pathlib.Path(__file__).parents[3] / "csrc/linear_ce/sm90" / name
-    for name in ("shards.cu", "shard_logprobs.cu")
+    pathlib.Path(__file__).parents[3] / "csrc/lm_head/sm90" / name
+    for name in ("shards/fused_linear_ce.cu", "shards/logprobs.cu")
 ]
 
 

@@ -1,7 +1,7 @@
 """The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in float16.
 
-docs/lab/fused_linear_ce.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The constants
-are those of csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
+docs/lab/fused_linear_ce.md, "float16", has the analysis; csrc/lm_head/sm90 the kernels. The constants
+are those of csrc/lm_head/sm90/element.cuh, sizes.h and rows/float16_range.cuh.
 """
 
 from dataclasses import dataclass

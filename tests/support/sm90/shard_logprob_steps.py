@@ -1,13 +1,13 @@
 """The compiled steps of fused_linear_logprobs on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/linear_ce/sm90/shard_logprobs.cu and of its kernels, with the roundings of
+They have the arguments and the rules of csrc/lm_head/sm90/shards/logprobs.cu and of its kernels, with the roundings of
 shard_steps.py. Kept exponentials are dense rows at the start of their memory.
 """
 
 import math
 
 import torch
-from shard_steps import MOST_DISTANCE, ReferenceSteps
+from shard_steps import MAX_DISTANCE, ReferenceSteps
 
 
 class LogProbSteps(ReferenceSteps):
@@ -56,7 +56,7 @@ class LogProbSteps(ReferenceSteps):
         """keep_shard_rows()"""
         whole, total = stats[:, source]
         distance = (whole - self.reference) + total.log()
-        far = distance > MOST_DISTANCE
+        far = distance > MAX_DISTANCE
         type(self).moved += int(far.sum())
         moved = self.reference + distance
         factor = torch.exp(self.reference - moved)
@@ -91,7 +91,7 @@ class LogProbSteps(ReferenceSteps):
         else:
             self.reference = target_logit[valid].clone()
             distance = (stats[0, source] - self.reference) + stats[1, source].log()
-            self.reference += torch.where(distance > MOST_DISTANCE, distance, 0.0)
+            self.reference += torch.where(distance > MAX_DISTANCE, distance, 0.0)
             self._exponentials(rows[valid], weight, None, temperature, self.reference)
             self.exp = self.exp.to(weight.dtype)
             of_rows = stats.new_empty(count, 4)

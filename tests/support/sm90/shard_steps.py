@@ -1,8 +1,8 @@
 """The compiled steps of fused_linear_ce on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that overflow, first
-rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are rounded to the
-dtype of the operands.
+They have the arguments and the rules of csrc/lm_head/sm90/shards/fused_linear_ce.cu: references of rows, tiles that
+overflow, first rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are
+rounded to the dtype of the operands.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from liger.distributed.vocab import sm90
 
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
 MOST_ROW_SUM = 2.0**60
-# kMostDistance of csrc/linear_ce/sm90/shard_rows.cuh.
-MOST_DISTANCE = 40.0
+# kMaxDistance of csrc/lm_head/sm90/shards/rows.cuh.
+MAX_DISTANCE = 40.0
 
 
 class ReferenceSteps:
@@ -155,7 +155,7 @@ class ReferenceSteps:
         coef_exp = (coef_target + upstream * 2 * lse_square_scale * weight_of * lse) / total
         own, own_total = references[rank], totals[rank]
         factor = torch.exp(own - largest)
-        moved = (own_total != 0) & (largest - own > MOST_DISTANCE)
+        moved = (own_total != 0) & (largest - own > MAX_DISTANCE)
         type(self).moved += int(moved.sum())
         self.exp[moved] = (self.exp[moved].float() * factor[moved, None]).to(weight.dtype)
         stays = (own_total != 0) & ~moved

@@ -1,4 +1,4 @@
-"""Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/linear_ce/sm90/planner.h."""
+"""Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/lm_head/sm90/planner.h."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class EngineConstants(NamedTuple):
-    """Sizes of csrc/linear_ce/sm90/tile.h.
+    """Sizes of csrc/lm_head/sm90/sizes.h.
 
     ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows. A tile has
     ``tile_rows`` rows, those of a cluster ``cluster_rows``; the logits GEMM has tiles of ``logits_tile`` classes, each

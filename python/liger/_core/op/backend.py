@@ -204,7 +204,7 @@ def supported(backend: str, capabilities: Sequence[Capability] | None = None) ->
                 )
             if code == "ptx" and capability not in through_ptx:
                 through_ptx.append(capability)
-        # PTX is slower but correct: kernels are selected by the code that the device runs (csrc/host/loaded_code.h).
+        # PTX is slower but correct: csrc/host/launch/loaded_code.h selects kernels by the code that the device runs.
         by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
         return True, load.CUDA_REASON + by_driver
     if backend == "triton":

@@ -28,7 +28,7 @@ from .rows import Rows, check_class_weights
 from .shards import VocabShards, gather, layer_to_check
 
 FUSED, PLAIN = "fused_linear_ce", "cross_entropy"
-# From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/linear_ce/planner.h.
+# From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/lm_head/planner.h.
 _FULL_SPEED_ROWS = 2048
 
 _library = torch.library.Library("liger_distributed", "DEF")

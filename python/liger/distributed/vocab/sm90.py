@@ -1,11 +1,11 @@
 """fused_linear_ce of a sharded vocabulary on the wgmma engine of compute capability 9.0: steps and communication.
 :mod:`liger.distributed.vocab.sm90_logprobs` has log-probabilities.
 
-A chunk of rows takes three compiled steps (csrc/linear_ce/sm90/shards.cu): exponentials of the logits with their sums,
-the row rule with the input gradient of the shard in float32, and the weight gradient. Before the first chunk the
-processes add the logits of the targets, which are the references of the exponentials. Between the first two steps they
-gather the sums, before the third one they add the input gradients. The host never waits for the device, except in the
-first call of a group.
+A chunk of rows takes three compiled steps (csrc/lm_head/sm90/shards/fused_linear_ce.cu): exponentials of the logits
+with their sums, the row rule with the input gradient of the shard in float32, and the weight gradient. Before the
+first chunk the processes add the logits of the targets, which are the references of the exponentials. Between the
+first two steps they gather the sums, before the third one they add the input gradients. The host never waits for the
+device, except in the first call of a group.
 """
 
 import os

@@ -1,6 +1,6 @@
 """fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of steps.
 
-The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
+The steps are those of csrc/lm_head/sm90/shards/logprobs.cu. In the forward the processes add the logits of the targets
 and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its
 exponentials need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again,
 unless the forward has kept them. The host never waits for the device, except in the first call of a group.
@@ -62,7 +62,7 @@ def supports(bias, softcap, logits_dtype, log_sum_sq_probs=False, mean_logits=Fa
 
 
 def one_chunk(rows, k_splits=1):
-    """The plan of all rows at once: plan_one_chunk_sm90() of csrc/linear_ce/sm90/planner.cpp."""
+    """The plan of all rows at once: plan_one_chunk_sm90() of csrc/lm_head/sm90/planner.cpp."""
     panel_bytes = round_up(rows, ENGINE.tile_rows) * ENGINE.panel * 2
     return LinearCePlan(0, panel_bytes, 0, 0, (PlannedChunk(0, rows, k_splits),))
 
