@@ -31,7 +31,8 @@ def require_same_shape(op, name, tensor, other_name, other):
     """Checks arguments that only autograd passes: a kernel would read smaller ones out of bounds."""
     if tensor.shape != other.shape:
         raise RuntimeError(
-            f"{op}: {name} has shape {tuple(tensor.shape)}, expected that of {other_name}, {tuple(other.shape)}"
+            f"{op}: {name} has shape {tuple(tensor.shape)}, expected the shape of {other_name}, "
+            f"{tuple(other.shape)}"
         )
 
 
@@ -123,5 +124,6 @@ def warps_for(elements):
     return min(max(elements // 512, 4), 32)
 
 
-# Triton launches on the current device. This context manager sets it to that of a tensor; no effect for CPU tensors.
+# Triton launches on the current device. This context manager makes the device of a tensor current; it has no effect
+# for CPU tensors.
 on_device_of = torch.cuda.device_of

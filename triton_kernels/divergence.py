@@ -72,7 +72,7 @@ def _accumulate(z_max, e_sum, z, inverse_temperature):
 
 @triton.jit
 def _merge_lanes(z_max, e_sum, inverse_temperature):
-    """(maximum, log of the sum of exponentials) of a row, from those of the lanes."""
+    """(maximum, log of the sum of exponentials) of a row, from the lanes' values."""
     row_max = tl.max(z_max, 0)
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
     return row_max, tl.log(tl.sum(e_sum * tl.exp((z_max - reference) * inverse_temperature), 0))

@@ -71,7 +71,7 @@ def fused_linear_ce_forward(a):
     # The device computes the logits of the first rows, needed in any case, while the host waits for the valid count.
     valid_rows, all_valid, done = None, False, 0
     may_wait = not (input.is_cuda and torch.cuda.is_current_stream_capturing())
-    # With LIGER_CHECK_TARGETS the kernel prints row numbers, which must be those of the batch.
+    # With LIGER_CHECK_TARGETS the kernel prints row numbers, which must count in the batch.
     if prefetch_rows and may_wait and not rule.check_targets:
         valid_rows, done = ValidRows(rule.target, rule.ignore_index), prefetch_rows
         write_linear(gather(0, prefetch_rows), weight, bias, logits_at(offsets[0], prefetch_rows))

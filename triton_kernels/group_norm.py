@@ -1,4 +1,4 @@
-"""GroupNorm. The formulas are those of ``liger/ops/group_norm.py``.
+"""GroupNorm. The formulas are in ``liger/ops/group_norm.py``.
 
 The channels of a group of one sample are contiguous. Forward grid: one program per group, which reads it once. For a
 group that is larger than a tile, one program per tile: a first kernel computes the mean and squared deviations of each

@@ -1,4 +1,4 @@
-"""LayerNorm. The formulas are those of ``liger/ops/layer_norm.py``, tiles and grids those of ``norm_rows.py``.
+"""LayerNorm. The formulas are in ``liger/ops/layer_norm.py``, tiles and grids in ``norm_rows.py``.
 
 A row that fits a tile is read once. A longer row is read three times: for the mean, the variance and the result. The
 variance is a sum of squared deviations; E[x^2] - E[x]^2 would cancel. xhat is never materialised.

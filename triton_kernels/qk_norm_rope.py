@@ -1,4 +1,4 @@
-"""RMSNorm of each head of queries and keys, then the rotary embedding. The formulas are those of
+"""RMSNorm of each head of queries and keys, then the rotary embedding. The formulas are in
 ``liger/ops/rope/qk_norm_rope.py``.
 
 Forward grid as in ``rope.py``: for each token, programs for groups of HEADS heads of q, then of k. Backward grid:

@@ -1,4 +1,4 @@
-"""RMSNorm and fused residual addition. The formulas and casting modes are those of ``liger/ops/rms_norm.py``.
+"""RMSNorm and fused residual addition. The formulas and casting modes are in ``liger/ops/rms_norm.py``.
 
 Forward grid: one program per tile of whole rows, which it reads once; two passes if a row is larger than a tile.
 Backward grid: persistent programs. Each accumulates grad_weight in float32 in its own partial, and a second kernel adds

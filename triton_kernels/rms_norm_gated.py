@@ -1,4 +1,4 @@
-"""RMSNorm with a gate. The formulas and casting modes are those of ``liger/ops/rms_norm_gated.py``.
+"""RMSNorm with a gate. The formulas and casting modes are in ``liger/ops/rms_norm_gated.py``.
 
 Grids as in ``rms_norm.py``, for each group of columns: program ``i`` works on group ``i % groups``, whose columns it
 treats like a tensor of its own. The statistics have shape (rows, groups).
@@ -293,7 +293,7 @@ def rms_norm_gated_backward(
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     grad_gate_rows, grad_gate_stride = output_rows(grad_gate) if need_grad_gate else (None, 0)
     # The programs of all groups together are resident. Three inputs are read before and after the reduction of the row,
-    # for which the pipeline has up to ten buffers of a tile: as many as those of five inputs.
+    # for which the pipeline has up to ten buffers of a tile: as many as five inputs have.
     plan = backward_plan(n_rows, x, inputs=5, n_cols=n_cols, groups=groups)
     grad_weight = like.new_empty(x.shape[-1] if need_grad_weight else 0)
     partial = plan.partials(1, x) if need_grad_weight else None

@@ -93,7 +93,7 @@ void check_same_device(const std::string& op, const char* name, const Tensor& te
 void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
   if (tensor.scalar_type() == other.scalar_type()) return;
-  require(false, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()), ", expected that of ",
+  require(false, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()), ", expected the dtype of ",
           other_name, ", ", dtype_name(other.scalar_type()));
 }
 
@@ -101,8 +101,8 @@ void check_same_shape(const std::string& op, const char* name, const Tensor& ten
                       const Tensor& other) {
   const auto sizes = tensor.sizes(), other_sizes = other.sizes();
   if (std::equal(sizes.begin(), sizes.end(), other_sizes.begin(), other_sizes.end())) return;
-  require(false, op, ": ", name, " has shape ", shape_text(tensor), ", expected that of ", other_name, ", ",
-          shape_text(other));
+  require(false, op, ": ", name, " has shape ", shape_text(tensor), ", expected the shape of ", other_name,
+          ", ", shape_text(other));
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length,
@@ -118,8 +118,8 @@ void check_norm_parameter(const std::string& op, const char* name, const Tensor&
                           int64_t length, const char* of, const char* x_name = "x") {
   check_vector(op, name, parameter, length, of);
   require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op,
-          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of ", x_name, ", ",
-          dtype_name(x.scalar_type()), ", or float32");
+          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected the dtype of ", x_name,
+          ", ", dtype_name(x.scalar_type()), ", or float32");
   check_same_device(op, name, parameter, x_name, x);
 }
 

@@ -114,7 +114,7 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
     if (!logits_dtype) return check_same_dtype(op, name, tensor, "input", input);
     require(tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == input.scalar_type(), op,
             ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-            ", expected float32 or that of input, ", dtype_name(input.scalar_type()));
+            ", expected float32 or the dtype of input, ", dtype_name(input.scalar_type()));
   };
   check_dtype("weight", weight);
   check_same_device(op, "weight", weight, "input", input);
@@ -171,8 +171,9 @@ void check_divergence_gradient(const std::string& op, const Tensor& student,
   check_same_device(op, "gradient", gradient, "student", student);
   const ScalarType from = student.scalar_type(), to = gradient.scalar_type();
   const bool narrower = from == ScalarType::Float && (to == ScalarType::Half || to == ScalarType::BFloat16);
-  require(to == from || narrower, op, ": gradient has dtype ", dtype_name(to), ", expected that of student, ",
-          dtype_name(from), ", or, where that is float32, float16 or bfloat16");
+  require(to == from || narrower, op, ": gradient has dtype ", dtype_name(to),
+          ", expected the dtype of student, ", dtype_name(from),
+          ", or, where that is float32, float16 or bfloat16");
 }
 
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
@@ -224,7 +225,7 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
     check_same_device(op, name, *tensor, "input", input);
   };
   check_like_input("weight", weight);
-  // The dtype of teacher logits is independent of that of input.
+  // Teacher logits may have another dtype than input.
   if (teacher_weight) {
     check_like_input("teacher", teacher);
   } else if (!topk) {

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``liger`` with the given arguments (default: those of the process); returns the exit code."""
+    """Runs ``liger`` with the given arguments (default: the arguments of the process); returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     if not argv:

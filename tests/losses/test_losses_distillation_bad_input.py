@@ -125,7 +125,7 @@ def test_bad_input(device):
         RuntimeError, "FusedLinearJSDLoss: weight has dtype float64", {"weight": tensors["weight"].double()}
     )
     for name in ("teacher_weight", "teacher_bias"):
-        match = f"FusedLinearJSDLoss: {name} has dtype float64, expected that of teacher_input, float32"
+        match = f"FusedLinearJSDLoss: {name} has dtype float64, expected the dtype of teacher_input, float32"
         refuses(RuntimeError, match, {name: tensors[name].double()})
     refuses(RuntimeError, "target has dtype float32", {"labels": tensors["labels"].float()})
     refuses(

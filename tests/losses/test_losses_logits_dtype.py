@@ -126,6 +126,6 @@ def test_bad_input():
     with pytest.raises(RuntimeError, match="input has dtype float64, expected float16, bfloat16 or float32"):
         call(module, hidden, weight, target, bias)
     with pytest.raises(
-        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of input, float16"
+        RuntimeError, match="weight has dtype bfloat16, expected float32 or the dtype of input, float16"
     ):
         call(module, hidden.half(), weight.bfloat16(), target, bias.half())

@@ -382,7 +382,7 @@ def test_bfloat16_does_not_synchronise(device):
         ({"top_k_weights": lambda t: t[:, :2]}, r"top_k_weights has shape \(13, 2\), expected \(13, 3\)"),
         ({"gate_up_proj": lambda t: t.mT}, r"gate_up_proj has shape \(5, 16, 48\), expected \(5, 48, 16\)"),
         ({"down_proj": lambda t: t[..., 0]}, r"down_proj has shape \(5, 16\), expected \(E, H, I\)"),
-        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected that of x, float32"),
+        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected the dtype of x, float32"),
         ({"x": lambda t: t.long()}, "x has dtype int64, expected float16"),
         ({"activation": lambda _: "relu"}, "activation is 'relu', expected 'silu', 'gelu_tanh'"),
         ({"limit": lambda _: 0.0}, "limit is 0, expected a positive, finite value"),

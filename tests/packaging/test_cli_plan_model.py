@@ -124,7 +124,7 @@ def test_options_without_a_meaning(config, capsys):
 )
 def test_sizes_are_needed_without_a_model(given, missing, capsys):
     assert cli.main(["plan", *given]) == 2
-    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; that of the decoder"
+    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; the plan of"
     assert capsys.readouterr().err.startswith(words)
 
 

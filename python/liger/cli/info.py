@@ -158,7 +158,7 @@ def _served(name, ops, numbers):
 
 
 def _on_the_cpu(report):
-    """The backend report of a machine without a GPU: the backend of CPU tensors, and that of a CUDA device."""
+    """The backend report of a machine without a GPU: the backends of CPU tensors and of a CUDA device."""
     cpu_report = {}
     for op, row in report.items():
         if row["backend"] == "torch" or (row["backend"] == "triton" and triton_interpreted()):

@@ -173,7 +173,7 @@ def _complaint(arguments, dtype):
     if missing:
         return (
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: the plan of an lm_head needs "
-            "--tokens, --hidden and --vocab; that of the decoder layers of a model needs --model alone"
+            "--tokens, --hidden and --vocab; the plan of the decoder layers of a model needs --model alone"
         )
     if arguments.budget is not None:
         row = arguments.vocab * dtype.itemsize

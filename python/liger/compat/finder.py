@@ -55,8 +55,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         if fullname not in MODULES:
             module, _, name = fullname.rpartition(".")
             if module in MODULES:
-                # The error has the name of the module, as that of "from module import name": with the name of what is
-                # missing, that statement would replace this message by Python's.
+                # The error has the name of the module, as the error of "from module import name" has. With the name of
+                # what is missing, that statement would replace this message by Python's.
                 raise ModuleNotFoundError(
                     f"{_missing(module, name)}: docs/compat.md lists the names that are missing, with the reasons",
                     name=module,

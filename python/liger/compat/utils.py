@@ -44,7 +44,7 @@ def infer_device() -> str:
 
 
 def infer_comm_backend() -> str:
-    """The name of a backend of torch.distributed that this torch has, that of the GPU first.
+    """The name of a backend of torch.distributed that this torch has; the GPU's backend comes first.
 
     Raises:
         RuntimeError: torch has none.

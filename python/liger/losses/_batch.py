@@ -85,7 +85,7 @@ class Batch:
         if input.dim() < 2:
             expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
             raise wrong_shape(op, "input", input, expected)
-        check_shape(op, "target", target, input.shape[:-1], "that of input without its last dimension")
+        check_shape(op, "target", target, input.shape[:-1], "the shape of input without its last dimension")
         check_device(op, "target", target, "input", input)
         check_ignore_index(op, "target", target, ignore_index)
         valid = target != ignore_index

@@ -93,7 +93,7 @@ def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) 
         logprobs: (tokens,), (sequences, L), (2, pairs, L) with the chosen sequences first, or (S, L) for ``"batch"``,
             according to ``unit``. Float32, or float64 for float64 inputs; 0 at ignored tokens.
         entropy: as ``logprobs``, or None.
-        tensors: the tensors of ``given``, sliced as ``logprobs``, and those of ``shared``, by name.
+        tensors: the tensors of ``given``, sliced as ``logprobs``, and the tensors of ``shared``, by name.
 
     Returns:
         A tensor of any shape. A divisor that depends on the whole batch must be passed in ``shared``.
@@ -175,7 +175,7 @@ class FusedLinearLoss(nn.Module):
         super().__setstate__(state)
         self._register()
 
-    # An attribute, as nn.Module.forward: the keywords of a subclass differ from those of the base.
+    # An attribute, as nn.Module.forward: the keywords of a subclass differ from the keywords of the base.
     compute: Callable[..., Tensor] = _compute
 
     def evaluate(
@@ -243,7 +243,7 @@ class FusedLinearLoss(nn.Module):
             ValueError: ``ref_bias`` without ``ref_weight``.
         """
         if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
-            expected = f"that of target, {tuple(batch.token_shape)}, and a last dimension"
+            expected = f"the shape of target, {tuple(batch.token_shape)}, and a last dimension"
             raise wrong_shape(batch.op, "ref_input", ref_input, expected)
         if ref_weight is None:
             if ref_bias is not None:
@@ -253,8 +253,8 @@ class FusedLinearLoss(nn.Module):
             raise wrong_shape(batch.op, "ref_weight", ref_weight, "(vocab, hidden)")
         if weight.dim() == 2 and ref_weight.shape[0] != weight.shape[0]:
             raise RuntimeError(
-                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
-                "weight: both models must have the same vocabulary"
+                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, as "
+                "weight has: both models must have the same vocabulary"
             )
 
     def reference(
@@ -335,8 +335,8 @@ class FusedLinearLoss(nn.Module):
             given: tensors by name, sliced as the logits: (N,) for ``"token"``, else (S, ...).
             shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are omitted.
             divisor: returns what ``compute`` divides every term by, or the smallest of several, a float32 scalar; only
-                called for float16. Until the backward, gradients are then those of up to 64 times the loss: before a
-                loss scale is applied, those of the loss itself would lose bits. None: they are those of the loss.
+                called for float16. Until the backward, gradients then belong to up to 64 times the loss: before a
+                loss scale is applied, the gradients of the loss itself would lose bits. None: they belong to the loss.
 
         Returns:
             A :class:`LossResult`: (loss, log-probabilities (S, L), entropies (S, L) or None, requested metrics of the

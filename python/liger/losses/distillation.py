@@ -146,7 +146,7 @@ class DistillationLoss(nn.Module):
             raise wrong_shape(op, "input", input, expected)
         for name, tensor in (("target", target), ("mask", mask)):
             if tensor is not None:
-                check_shape(op, name, tensor, token_shape, "that of input without its last dimension")
+                check_shape(op, name, tensor, token_shape, "the shape of input without its last dimension")
                 check_device(op, name, tensor, "input", input)
                 if tensor.is_complex():
                     raise wrong_dtype(op, name, tensor, "a real one")
@@ -170,8 +170,8 @@ class DistillationLoss(nn.Module):
         """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
         if teacher.dim() == 0 or teacher.shape[:-1] != rows.token_shape:
             raise RuntimeError(
-                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of input, "
-                f"{tuple(input.shape)}, but for the last dimension"
+                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected the shape of "
+                f"input, {tuple(input.shape)}, except for the last dimension"
             )
         check_device(rows.op, name, teacher, "input", input)
         refuse_gradients(rows.op, **{name: teacher})
@@ -314,7 +314,7 @@ class _TwoHeadLoss(DistillationLoss):
             )
         if weight.dim() == 2 and classes != weight.shape[0]:
             raise RuntimeError(
-                f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, those of weight: both models "
+                f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, as weight has: both models "
                 "must have the same vocabulary (classes that only pad one can be cut off)"
             )
         return self._run(rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator)
@@ -325,7 +325,7 @@ class FusedLinearJSDLoss(_TwoHeadLoss):
 
     Args:
         beta: weight of the teacher in the mixture; 0 is the forward KL, 1 the reverse KL.
-        options: those of :class:`DistillationLoss`.
+        options: see :class:`DistillationLoss`.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta outside [0, 1].
@@ -352,7 +352,7 @@ class FusedLinearKLDivLoss(_TwoHeadLoss):
 
     Args:
         reverse: ``KL(student || teacher)``, which is mode-seeking.
-        options: those of :class:`DistillationLoss`.
+        options: see :class:`DistillationLoss`.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`.
@@ -379,7 +379,7 @@ class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
 
     Args:
         beta: factor of the distance.
-        options: those of :class:`DistillationLoss`. The temperature has no effect on the cosine.
+        options: see :class:`DistillationLoss`. The temperature has no effect on the cosine.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta that is not positive.
@@ -415,7 +415,7 @@ class FusedLinearTopKLoss(DistillationLoss):
         rest: the treatment of the classes outside the top k. ``"tail"``: they form one class, for both models.
             ``"renormalize"``: the teacher's probabilities are divided by their sum, and all other classes have
             probability 0 under the teacher; the student's distribution is over all classes.
-        options: those of :class:`DistillationLoss`. The temperature divides the student's logits only: the teacher's
+        options: see :class:`DistillationLoss`. The temperature divides the student's logits only: the teacher's
             log-probabilities must be those at the same temperature.
 
     Raises:
@@ -476,6 +476,10 @@ class FusedLinearTopKLoss(DistillationLoss):
         if teacher_logprobs.shape[-1] == 0:
             raise wrong_shape(rows.op, "teacher_logprobs", teacher_logprobs, "(..., k) of at least one class")
         check_shape(
-            rows.op, "teacher_indices", teacher_indices, teacher_logprobs.shape, "that of teacher_logprobs"
+            rows.op,
+            "teacher_indices",
+            teacher_indices,
+            teacher_logprobs.shape,
+            "the shape of teacher_logprobs",
         )
         return self._run(rows, weight, logprobs, None, indices, bias, None, denominator)

@@ -98,7 +98,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         entropy_coef: factor of the mean entropy, which is subtracted from the loss. The mean is over the valid tokens
             of a call for every loss type, whatever ``denominator`` is: with micro-batches, divide the factor by
             their number.
-        options: those of :class:`FusedLinearLoss`; ``temperature`` is the sampling temperature.
+        options: see :class:`FusedLinearLoss`; ``temperature`` is the sampling temperature.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -385,7 +385,7 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
         epsilon: importance weights are clipped to ``[1 - epsilon, 1 + epsilon]``.
         beta: factor of the KL divergence from a reference model.
         loss_type: as in :class:`FusedLinearGRPOLoss`; ``"bnpo"`` is the mean over tokens.
-        options: those of :class:`FusedLinearGRPOLoss`, such as ``entropy_coef``.
+        options: see :class:`FusedLinearGRPOLoss`, ``entropy_coef`` for example.
 
     Raises:
         TypeError, ValueError: as :class:`FusedLinearGRPOLoss`.

@@ -45,7 +45,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         average_log_prob: the log-probability of a sequence is the mean over its tokens instead of their sum.
         loss_type: ``"kto"``, or ``"apo_zero_unpaired"`` (arXiv 2408.06266), which does not subtract ``kl``.
         desirable_weight, undesirable_weight: factors of the losses of desirable and of undesirable answers.
-        options: those of :class:`FusedLinearLoss`.
+        options: see :class:`FusedLinearLoss`.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -180,7 +180,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     ) -> Tensor:
         """Estimates the KL divergence that :meth:`forward` takes as ``kl``, from answers paired with other prompts.
 
-        Arguments are those of :meth:`forward`; ``target`` has the mismatched answers.
+        The arguments are as for :meth:`forward`; ``target`` has the mismatched answers.
 
         Returns:
             A scalar in nats: the mean over sequences of the log-ratio of policy and reference, clamped to at least 0.

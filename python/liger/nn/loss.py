@@ -206,7 +206,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
         loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
-    Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: docs/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
     def __init__(

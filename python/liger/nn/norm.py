@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
-        eps: added to the mean square; None means that of float32, and of float64 for a float64 x, as in
+        eps: added to the mean square; None means the eps of float32, and of float64 for a float64 x, as in
             :class:`torch.nn.RMSNorm` (whose docstring names the eps of the dtype of x).
         elementwise_affine: whether there is a weight. It starts so that ``offset + weight`` is one.
         offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.

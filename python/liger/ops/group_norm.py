@@ -85,7 +85,7 @@ def group_norm(
         x: (N, C, ...), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         num_groups: a divisor of C.
         weight: (C,), the dtype of x or float32; None for no scale.
-        bias: (C,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        bias: (C,), the dtype of the weight, or without a weight the dtype of x or float32; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:

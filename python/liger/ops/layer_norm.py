@@ -68,7 +68,7 @@ def layer_norm(
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
-        bias: (H,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        bias: (H,), the dtype of the weight, or without a weight the dtype of x or float32; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:

@@ -350,12 +350,12 @@ def test_the_writing_ops_refuse_autograd(device, name):
 @pytest.mark.parametrize(
     ("op", "arguments", "words"),
     [
-        ("swiglu", [(4, 8), (4, 7)], "swiglu: up has shape (4, 7), expected that of gate, (4, 8)"),
-        ("swiglu", [(4, 8), (8,)], "swiglu: up has shape (8,), expected that of gate, (4, 8)"),
+        ("swiglu", [(4, 8), (4, 7)], "swiglu: up has shape (4, 7), expected the shape of gate, (4, 8)"),
+        ("swiglu", [(4, 8), (8,)], "swiglu: up has shape (8,), expected the shape of gate, (4, 8)"),
         (
             "swiglu",
             [(4, 8), ((4, 8), torch.float16)],
-            "swiglu: up has dtype float16, expected that of gate, float32",
+            "swiglu: up has dtype float16, expected the dtype of gate, float32",
         ),
         (
             "swiglu",
@@ -373,7 +373,7 @@ def test_the_writing_ops_refuse_autograd(device, name):
             [((4, 8), torch.int64)],
             "swiglu_packed: gate_up has dtype int64, expected float16",
         ),
-        ("geglu", [(4, 8), (4, 7)], "geglu: up has shape (4, 7), expected that of gate, (4, 8)"),
+        ("geglu", [(4, 8), (4, 7)], "geglu: up has shape (4, 7), expected the shape of gate, (4, 8)"),
         (
             "geglu_packed",
             [(4, 7)],
@@ -397,10 +397,10 @@ def test_bad_gradient(device, name, suffix):
     op, call = op_name(name) + suffix, op_of(name, suffix)
     inputs = make(device, name)
     with pytest.raises(
-        RuntimeError, match=rf"^{op}: grad_out has shape \(6, 41\), expected (that of gate, )?\(6, 40\)$"
+        RuntimeError, match=rf"^{op}: grad_out has shape \(6, 41\), expected (the shape of gate, )?\(6, 40\)$"
     ):
         call(torch.ones(6, 41, device=device), *inputs)
-    with pytest.raises(RuntimeError, match=f"^{op}: grad_out has dtype float16, expected that of gate"):
+    with pytest.raises(RuntimeError, match=f"^{op}: grad_out has dtype float16, expected the dtype of gate"):
         call(torch.ones(6, 40, device=device, dtype=torch.float16), *inputs)
 
 

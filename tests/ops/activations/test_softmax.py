@@ -176,9 +176,11 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match=r"^softmax: x has shape \(\), expected at least one"):
         liger.softmax(torch.ones((), device=device))
     y = torch.ones(3, 4, device=device)
-    with pytest.raises(RuntimeError, match=r"^softmax_backward: grad_y has shape \(4,\), expected that of y"):
+    with pytest.raises(
+        RuntimeError, match=r"^softmax_backward: grad_y has shape \(4,\), expected the shape of y"
+    ):
         torch.ops.liger.softmax_backward(y[0], y)
     with pytest.raises(
-        RuntimeError, match=r"^softmax_backward: grad_y has dtype float16, expected that of y"
+        RuntimeError, match=r"^softmax_backward: grad_y has dtype float16, expected the dtype of y"
     ):
         torch.ops.liger.softmax_backward(y.half(), y)

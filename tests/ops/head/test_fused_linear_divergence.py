@@ -310,7 +310,7 @@ def test_bad_input(device):
             fused("jsd 0.3", {**tensors, **change})
     refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
     for name in ("teacher_weight", "teacher_bias"):
-        match = f"fused_linear_jsd: {name} has dtype float16, expected that of teacher_input, float32"
+        match = f"fused_linear_jsd: {name} has dtype float16, expected the dtype of teacher_input, float32"
         refuses(match, {name: tensors[name].half()})
         raw = [tensors[k].half() if k == name else tensors[k] for k in ("teacher_weight", "teacher_bias")]
         call = torch.ops.liger.fused_linear_divergence_forward
@@ -324,7 +324,7 @@ def test_bad_input(device):
         )
         rest = None, raw[1], None, "jsd", 0.5, 1.0, 1.0, 0.0, -100, False, None, None, False, False, False
         with pytest.raises(
-            RuntimeError, match=f"{name} has dtype float16, expected that of teacher, float32"
+            RuntimeError, match=f"{name} has dtype float16, expected the dtype of teacher, float32"
         ):
             call(*given, *rest)
     refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})

@@ -307,14 +307,14 @@ BAD = {
     "input has dtype float64, expected float16, bfloat16 or float32 with": (
         {}, {"input": torch.float64, "weight": torch.float64},
     ),
-    "weight has dtype bfloat16, expected float32 or that of input, float16": (
+    "weight has dtype bfloat16, expected float32 or the dtype of input, float16": (
         {}, {"input": torch.float16, "weight": torch.bfloat16},
     ),
-    "weight has dtype float16, expected float32 or that of input, float32": ({}, {"weight": torch.float16}),
-    "bias has dtype float16, expected float32 or that of input, bfloat16": (
+    "weight has dtype float16, expected float32 or the dtype of input, float32": ({}, {"weight": torch.float16}),
+    "bias has dtype float16, expected float32 or the dtype of input, bfloat16": (
         {}, {"input": torch.bfloat16, "bias": torch.float16},
     ),
-    "weight has dtype float32, expected that of input, bfloat16": (
+    "weight has dtype float32, expected the dtype of input, bfloat16": (
         {"logits_dtype": None}, {"input": torch.bfloat16},
     ),
 }  # fmt: skip
@@ -338,7 +338,7 @@ def test_bad_input_of_the_op():
     with pytest.raises(RuntimeError, match="logits_dtype is float16, expected float32 or None"):
         op(x, weight, *rest, logits_dtype=torch.float16)
     with pytest.raises(
-        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of input, float32"
+        RuntimeError, match="weight has dtype bfloat16, expected float32 or the dtype of input, float32"
     ):
         op(x, weight.bfloat16(), *rest, logits_dtype=torch.float32)
     with pytest.raises(RuntimeError, match="input has dtype float64"):

@@ -172,6 +172,6 @@ def test_bad_input(device):
     refuses("gradient has shape", *good, gradient=place[1:])
     refuses("gradient has dtype float64", *good, gradient=place.double())
     half = student.half()
-    refuses("gradient has dtype float32, expected that of student", teacher.half(), *good[1:], of=half)
+    refuses("gradient has dtype float32, expected the dtype of student", teacher.half(), *good[1:], of=half)
     student = student.requires_grad_()
     refuses("not differentiable", *good, of=student, gradient=torch.empty_like(teacher))

@@ -202,7 +202,7 @@ def test_same_bits_twice_and_inputs_untouched(device):
                 torch.randn(8, device=d),
                 torch.randn(8, device=d).half(),
             ),
-            "bias has dtype float16, expected that of weight, float32",
+            "bias has dtype float16, expected the dtype of weight, float32",
         ),
         (lambda d: (torch.randn((), device=d),), "x has shape (), expected at least one dimension"),
     ],

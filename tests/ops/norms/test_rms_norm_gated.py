@@ -203,7 +203,7 @@ def test_saves_no_intermediate(device):
     ("change", "words"),
     [
         ({"weight": (7,)}, "weight has shape (7,), expected (8,)"),
-        ({"gate": (4, 7)}, "gate has shape (4, 7), expected that of x, (4, 8)"),
+        ({"gate": (4, 7)}, "gate has shape (4, 7), expected the shape of x, (4, 8)"),
         ({"x": ()}, "x has shape (), expected at least one dimension"),
         ({"casting_mode": "qwen"}, "casting_mode is 'qwen', expected 'llama', 'gemma' or 'none'"),
         ({"activation": "gelu"}, "activation is 'gelu', expected 'silu' or 'sigmoid'"),
@@ -222,7 +222,7 @@ def test_bad_input(device, change, words):
 
 def test_bad_dtypes(device):
     x = torch.randn(4, 8, device=device).half()
-    with pytest.raises(RuntimeError, match="gate has dtype float32, expected that of x, float16"):
+    with pytest.raises(RuntimeError, match="gate has dtype float32, expected the dtype of x, float16"):
         liger.rms_norm_gated(x, x.float())
     with pytest.raises(
         RuntimeError, match="weight has dtype bfloat16, expected that of x, float16, or float32"

@@ -283,7 +283,7 @@ def test_gradients_in_float64(float64_device):
             {"k": (2, 1, 4, 8)},
             "k has shape (2, 1, 4, 8), expected the batch, tokens and head_dim of q, (2, 2, 3, 8)",
         ),
-        ({"sin": (3, 4)}, "sin has shape (3, 4), expected that of cos, (3, 8)"),
+        ({"sin": (3, 4)}, "sin has shape (3, 4), expected the shape of cos, (3, 8)"),
         (
             {"cos": (3, 12), "sin": (3, 12)},
             "cos has a rotary_dim of 12, expected an even number of at most head_dim, 8",
@@ -314,10 +314,10 @@ def test_bad_dtypes_and_tables_that_require_grad(device):
     q, k, *weights = inputs_of(device, torch.float16, 1, 2, 1, 3, 8)
     cos, sin = tables(device, torch.float32, 3, 8)
     with pytest.raises(
-        RuntimeError, match="k_weight has dtype bfloat16, expected that of k, float16, or float32"
+        RuntimeError, match="k_weight has dtype bfloat16, expected the dtype of k, float16, or float32"
     ):
         liger.qk_norm_rope(q, k, weights[0], weights[1].bfloat16(), cos, sin)
-    with pytest.raises(RuntimeError, match="k has dtype float32, expected that of q, float16"):
+    with pytest.raises(RuntimeError, match="k has dtype float32, expected the dtype of q, float16"):
         liger.qk_norm_rope(q, k.float(), *weights, cos, sin)
     with pytest.raises(RuntimeError, match="qk_norm_rope: cos or sin requires grad"):
         liger.qk_norm_rope(q, k, *weights, cos.requires_grad_(), sin)

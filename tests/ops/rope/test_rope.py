@@ -251,16 +251,16 @@ def _tensor(*shape, dtype=torch.float32):
         ),
         (
             {"k": _tensor(2, 2, 5, 16, dtype=torch.float16)},
-            "k has dtype float16, expected that of q, float32",
+            "k has dtype float16, expected the dtype of q, float32",
         ),
         (
             {"k": _tensor(2, 2, 6, 16)},
             "k has shape (2, 2, 6, 16), expected the batch, tokens and head_dim of q, (2, 4, 5, 16)",
         ),
-        ({"sin": _tensor(5, 8)}, "sin has shape (5, 8), expected that of cos, (5, 16)"),
+        ({"sin": _tensor(5, 8)}, "sin has shape (5, 8), expected the shape of cos, (5, 16)"),
         (
             {"sin": _tensor(5, 16, dtype=torch.float16)},
-            "sin has dtype float16, expected that of cos, float32",
+            "sin has dtype float16, expected the dtype of cos, float32",
         ),
         ({"cos": _tensor(5, 16, dtype=torch.int64)}, "cos has dtype int64, expected float16"),
         (

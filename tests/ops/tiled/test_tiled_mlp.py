@@ -334,7 +334,10 @@ def test_autocast_of_float32_weights(device):
             {"gate_weight": (40, 23)},
             "tiled_mlp: gate_weight has shape (40, 23), expected (intermediate, hidden)",
         ),
-        ({"up_weight": (41, 24)}, "tiled_mlp: up_weight has shape (41, 24), expected that of gate_weight"),
+        (
+            {"up_weight": (41, 24)},
+            "tiled_mlp: up_weight has shape (41, 24), expected the shape of gate_weight",
+        ),
         ({"down_weight": (40, 24)}, "tiled_mlp: down_weight has shape (40, 24), expected (24, 40)"),
         (
             {"up_weight": None, "gate_weight": (41, 24)},
@@ -355,7 +358,7 @@ def test_autocast_of_float32_weights(device):
         ),
         (
             {"up_weight": torch.float16},
-            "tiled_mlp: up_weight has dtype float16, expected that of x, float32",
+            "tiled_mlp: up_weight has dtype float16, expected the dtype of x, float32",
         ),
         ({"x": torch.int64}, "tiled_mlp: x has dtype int64, expected float16, bfloat16, float32 or float64"),
     ],

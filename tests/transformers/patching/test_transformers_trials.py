@@ -139,7 +139,7 @@ class Stopped(MLP):
 def test_an_mlp_with_other_gradients_is_left(tiled):
     module = Stopped()
     found = gated_mlp.mlp_to_tile(module, None) if tiled else gated_mlp.mlp(module, GATED, True)
-    assert found == "its gradients are not those of the op"
+    assert found == "its gradients differ from the op's"
 
 
 def test_a_flag_of_the_module_decides():

@@ -33,7 +33,7 @@ def check_row_values(op, logits, **values):
 
 
 def check_row_stats(op, logits, stats):
-    """Raises RuntimeError for statistics other than those of the forward: (2, rows), see :class:`RowResults`."""
+    """Raises RuntimeError for statistics that are not from the forward: (2, rows), see :class:`RowResults`."""
     if stats.ndim != 2 or len(stats) != 2:
         raise RuntimeError(f"{op}: stats has shape {tuple(stats.shape)}, expected (2, {logits.shape[0]})")
     check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
@@ -332,7 +332,7 @@ def row_gradient(rule, block, z, stats, upstream, exp=None, out=None):
     """d(loss)/d(logits) of rows ``block`` in the accumulation dtype, from their capped logits z.
 
     Args:
-        stats: those of :class:`RowResults` of these rows.
+        stats: the statistics of these rows from :class:`RowResults`.
         upstream: the gradient with respect to the loss of each row, or one scalar for all rows.
         exp: ``exp(z - largest)``, which is overwritten, or None.
         out: memory for the gradient, in the accumulation dtype, or None.

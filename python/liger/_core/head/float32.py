@@ -39,8 +39,8 @@ class Float32LMHeadGradients(LMHeadGradients):
         self._rounded = None
 
     def new_logits(self, rows):
-        """float32 memory for rows of logits. Their rounded gradient has memory of its own, that of the weight gradient
-        if its sum is a separate buffer."""
+        """float32 memory for rows of logits. Their rounded gradient has memory of its own: the memory of the weight
+        gradient if its sum is a separate buffer."""
         if self._narrow and any(self.needs_grad):
             self._rounded = super().new_logits(rows)
         return float32_logits(self.head_weight, rows)

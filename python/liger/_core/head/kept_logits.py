@@ -1,8 +1,9 @@
 """What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
 
-``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: those of all rows, as the
-wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: those of all rows, in the dtype of the
-hidden states or in float32 as ``logits_dtype`` says, on any device and with every option. Both save one GEMM.
+``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: the exponentials
+of all rows, as the wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: the logits
+of all rows, in the dtype of the hidden states or in float32 as ``logits_dtype`` says, on any device and with
+every option. Both save one GEMM.
 """
 
 import torch
@@ -57,8 +58,8 @@ def sizes_for_engine(rows, hidden):
 
 
 def engine_can(input, weight, bias, softcap, float32_logits=False):
-    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, but
-    the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
+    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a
+    logit, but the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
     if float32_logits or not input.is_cuda or input.dtype not in ENGINE_DTYPES or weight.dtype != input.dtype:
         return False
     if bias is not None or softcap is not None:
@@ -75,8 +76,8 @@ def choose(input, weight, bias, softcap, memory_budget, recompute, float32_logit
     """What to keep of a call with a backward.
 
     Args:
-        recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget. Not
-            logits, because their GEMM computes ignored rows, too.
+        recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget.
+            Not logits, because their GEMM computes ignored rows, too.
     """
     if recompute or is_dtensor(input) or is_dtensor(weight):
         return NOTHING
@@ -112,8 +113,8 @@ def _kept_dtype(keep, input, logits_dtype):
 def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     """Shapes of (logits or exponentials, numbers of each row).
 
-    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
-    are its largest logit z, the sum of exp(logit - z), and its entropy if that is known.
+    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of
+    a row are its largest logit z, the sum of exp(logit - z), and its entropy if that is known.
     """
     (rows, _), vocab = input.shape, weight.shape[0]
     if keep == EXPONENTIALS:
@@ -126,7 +127,8 @@ def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
 
 
 def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy, logits_dtype):
-    """Raises RuntimeError if a backward gets other shapes, or another dtype, than those that its forward has kept."""
+    """Raises RuntimeError if a backward gets other shapes, or another dtype, than those that its forward has
+    kept."""
     if keep == NOTHING:
         return
     shapes = _kept_shapes(keep, input, weight, with_entropy, logits_dtype)

@@ -31,7 +31,7 @@ def check_factors(op, names, input, weight, lora_a, lora_b):
     check_floating(op, "lora_a", lora_a)
     check_device(op, "lora_a", lora_a, names[0], input)
     if lora_a.shape != (lora_b.shape[1], weight.shape[1]):
-        expected = f"(r, hidden), {(lora_b.shape[1], weight.shape[1])}: r is that of lora_b"
+        expected = f"(r, hidden), {(lora_b.shape[1], weight.shape[1])}: r is the last dimension of lora_b"
         raise wrong_shape(op, "lora_a", lora_a, expected)
 
 
@@ -49,7 +49,7 @@ def check_low_rank(op, input, weight, lora_a, lora_b, down):
 
 
 class LowRank(NamedTuple):
-    """The factors in the dtype of the products: that of the hidden states, or float32."""
+    """The factors in the dtype of the products: the dtype of the hidden states, or float32."""
 
     lora_a: torch.Tensor | None
     lora_b: torch.Tensor
@@ -87,7 +87,7 @@ class LowRankGradients:
 
     Args:
         low_rank: :class:`LowRank`.
-        factors: (lora_a, lora_b, down) as the op got them; their dtypes are those of the results.
+        factors: (lora_a, lora_b, down) as the op got them; the results have their dtypes.
         rows: N.
         needs_grad: of the factors.
     """

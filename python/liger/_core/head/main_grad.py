@@ -137,7 +137,7 @@ class _accumulate_grad_weight(torch.autograd.Function):
         ctx.saved = len(tensors) - count
         ctx.save_for_backward(weight, *tensors[count:])
         ctx.set_materialize_grads(False)
-        # Not views: those of a Function cannot be written in place, as in ``loss /= steps``.
+        # Not views: a view that a Function returns cannot be written in place, as in ``loss /= steps``.
         return tuple(t.clone() for t in tensors[:count])
 
     @staticmethod

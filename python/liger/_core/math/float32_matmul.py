@@ -92,7 +92,7 @@ def _gemm(a, b, out, add, scale):
 
 
 def _cpu_product(a, b, out, add, scale):
-    # Reads the setting for oneDNN alone: that of MKL and OpenBLAS has no effect on float32.
+    # Reads the setting for oneDNN alone: the setting for MKL and OpenBLAS has no effect on float32.
     if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee"):
         return _gemm(a, b, out, add, scale)
     exact = a.double() @ b.double()

@@ -1,4 +1,4 @@
-"""Strides of results: those of ``torch.empty_like`` of the input."""
+"""Strides of results, as ``torch.empty_like`` of the input has them."""
 
 import torch
 

@@ -252,7 +252,7 @@ def check_one_mesh(op, given, raised):
         if is_dtensor(value):
             if value.device_mesh != mesh:
                 raise MixedTensors(
-                    f"{op}: {name} is on {value.device_mesh}, expected that of {first}, {mesh}"
+                    f"{op}: {name} is on {value.device_mesh}, expected the mesh of {first}, {mesh}"
                 ) from raised
         elif value.numel() != 1:
             raise MixedTensors(
@@ -387,7 +387,7 @@ def check_device(op, name, tensor, other_name, other):
 def check_like(op, name, tensor, other_name, other):
     """Raises RuntimeError if two tensors differ in dtype or device."""
     if tensor.dtype != other.dtype:
-        raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
+        raise wrong_dtype(op, name, tensor, f"the dtype of {other_name}, {dtype_name(other.dtype)}")
     check_device(op, name, tensor, other_name, other)
 
 
@@ -466,9 +466,7 @@ def check_layer(op, names, input, weight, bias, target=None, float32_weight=Fals
 
     def check_operand(name, tensor):
         if tensor.dtype != input.dtype and not (float32_weight and tensor.dtype == torch.float32):
-            expected = (
-                f"{'float32 or ' if float32_weight else ''}that of {names.input}, {dtype_name(input.dtype)}"
-            )
+            expected = f"{'float32 or ' if float32_weight else ''}the dtype of {names.input}, {dtype_name(input.dtype)}"
             raise wrong_dtype(op, name, tensor, expected)
         check_device(op, name, tensor, names.input, input)
 

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of public losses to those of the ops, which take rows."""
+"""Conversion of the arguments of public losses to the arguments of the ops, which take rows."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,8 +59,8 @@ def flatten_rows(op, name, x, target, token_weight, target_name="target"):
     for other_name, other in ((target_name, target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
-                f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
-                f"dimension, {tuple(x.shape[:-1])}"
+                f"{op}: {other_name} has shape {tuple(other.shape)}, expected the shape of {name} without its "
+                f"last dimension, {tuple(x.shape[:-1])}"
             )
     if x.dim() == 1:
         flat_weight = None if token_weight is None else token_weight.reshape(-1)

@@ -42,8 +42,8 @@ def _refuse_a_second_copy(path):
         return
     others = " and ".join(_libraries_of_the_process(path.name)) or "another library"
     raise ImportError(
-        f"liger: this process has the ops of torch.ops.liger from {others} already, and cannot have those of {path}, "
-        "too. Use one installation of liger-ops in a process."
+        f"liger: this process has the ops of torch.ops.liger from {others} already, and cannot load the "
+        f"ops of {path} as well. Use one installation of liger-ops in a process."
     )
 
 

@@ -16,7 +16,7 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
     Args:
         cos, sin: (T, R), (B, T, R), or these with a dimension of size 1 for the heads; R is the rotary dimension, or
             half of it if the tables have one value per pair.
-        position_ids: without effect: cos and sin are those of the positions.
+        position_ids: without effect: cos and sin belong to the positions.
         rotary_dim: the number of rotated elements of a head; None: the width of the tables, at most D.
     """
     tables = _tables(q, cos, sin, unsqueeze_dim, rotary_dim)
@@ -47,7 +47,7 @@ def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=
 
 @torch.no_grad()
 def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """The gradients of q and k for those of the results of :func:`rope_forward`."""
+    """The gradients of q and k from the gradients of the results of :func:`rope_forward`."""
     tables = _tables(dq, cos, sin, unsqueeze_dim, rotary_dim)
     if unsqueeze_dim == 2:
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)

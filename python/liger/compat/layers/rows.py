@@ -27,7 +27,7 @@ _CASTING_MODES = {-1: "none", 0: "llama", 1: "gemma"}
 
 
 def _parameter_for(x, parameter):
-    """The parameter in a dtype that the norms of liger take beside x: that of x, or float32."""
+    """The parameter in a dtype that the norms of liger take with x: the dtype of x, or float32."""
     if parameter is None or parameter.dtype in (x.dtype, torch.float32):
         return parameter
     return parameter.float()
@@ -64,7 +64,7 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     output, rstd = torch.ops.liger.rms_norm(rows, _parameter_for(X, W), eps, offset, mode)
     if mode == "none":
         rstd = rstd.to(X.dtype)
-    # Rows may be longer than those of liger_kernel, whose kernel has no effect here.
+    # Rows may be longer than liger_kernel allows; the limits of its kernel have no effect here.
     settings = calculate_settings(min(X.shape[-1], LARGEST_BLOCK))
     return output.view(X.shape), rows, rstd, *settings, number
 
@@ -145,7 +145,7 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
 
     Args:
         num_shards: None: ceil(tokens of a sequence / hidden size).
-        compute_params: parameters that ``fn`` uses besides those of ``mlp_module``; or None.
+        compute_params: parameters that ``fn`` uses besides the parameters of ``mlp_module``; or None.
     """
     if num_shards is None:
         num_shards = -(-x.shape[-2] // x.shape[-1])

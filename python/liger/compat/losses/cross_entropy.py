@@ -256,8 +256,8 @@ def fused_linear_cross_entropy_forward(
     """
     if reduction == "none":
         raise ValueError(
-            "fused_linear_cross_entropy_forward: reduction is 'none', expected 'mean' or 'sum', whose gradients do "
-            "not depend on that of the loss"
+            "fused_linear_cross_entropy_forward: reduction is 'none', expected 'mean' or 'sum': with these "
+            "the gradients do not depend on the gradient of the loss"
         )
     leaves = [
         None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (_input, weight, bias)

@@ -48,7 +48,7 @@ def liger_fused_linear_grpo(
     (clip ratio,) if beta is 0.
 
     Args:
-        num_items_in_batch: tokens of all processes and micro-batches, for cispo, dapo and vespo; None: those of
+        num_items_in_batch: tokens of all processes and micro-batches, for cispo, dapo and vespo; None: the tokens of
             ``attention_mask`` in all processes, by one all-reduce.
         use_ref_model: False has the effect of a reference equal to the policy: the KL divergence is 0, whatever is
             given for the reference.

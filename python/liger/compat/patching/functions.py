@@ -58,7 +58,7 @@ def _signature(function: str) -> inspect.Signature:
 def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options of :func:`liger.patch` for the options of a function of liger_kernel.
 
-    ``rms_norm`` is also that of norms with a gate; ``swiglu`` and ``geglu`` are those of experts in :func:`liger.patch`
+    ``rms_norm`` also stands for norms with a gate; ``swiglu`` and ``geglu`` stand for experts in :func:`liger.patch`
     itself. Parts of a model that are not given are patched if any other part is.
     """
     own = {name: given.pop(name) for name in _OWN if name in given}
@@ -107,7 +107,7 @@ def _make_function(name: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one model, or with ``model=None`` every {name} model that is constructed
     afterwards, until a call with all options False.
 
-    The options are those of liger_kernel, in its order, and by keyword all others of :func:`liger.patch`; of these,
+    The options are liger_kernel's, in its order, and by keyword all others of :func:`liger.patch`; of these,
     None for a part patches it if any other part is patched. With both losses the fused one is used. A module whose
     results would change is not patched; if nothing can be patched, a log message says so.
 

@@ -39,7 +39,7 @@ class Call:
             if isinstance(value, DTensor):
                 if value.device_mesh != self.mesh:
                     raise MixedTensors(
-                        f"{self.name}: {name} is on {value.device_mesh}, expected that of {first}, {self.mesh}"
+                        f"{self.name}: {name} is on {value.device_mesh}, expected the mesh of {first}, {self.mesh}"
                     )
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise MixedTensors(

@@ -158,7 +158,7 @@ class Float32Gradients(Gradients):
     """:class:`Gradients` from gradients of the logits in float32.
 
     Where hidden states and weight are bfloat16, these are rounded once to that dtype, as operands of both GEMMs. In
-    float16 they would underflow, so there, and with a float32 weight, the products are those of float32 numbers.
+    float16 they would underflow, so there, and with a float32 weight, the products are products of float32 numbers.
     """
 
     def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
@@ -199,7 +199,7 @@ class ChunkPlan(NamedTuple):
         element_size=None,
     ):
         """``rows``: how many rows of the input are computed; None: all. ``element_size``: bytes of a chunk per logit;
-        None: those of an element of the input."""
+        None: the size of an element of the input."""
         hidden = input.shape[1]
         rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
@@ -226,7 +226,7 @@ class ChunkPlan(NamedTuple):
     def new_logits(self, input, classes, spare=None, dtype=None):
         """A function of a chunk's number that returns the memory of its logits.
 
-        spare: a tensor whose memory is used instead if it is large enough. dtype: None: that of the input.
+        spare: a tensor whose memory is used instead if it is large enough. dtype: None: the dtype of the input.
         """
         dtype = dtype or input.dtype
         # Rows of logits start at multiples of 16 bytes, for tensor cores. Not on a CPU: its 16-bit GEMMs may read the

@@ -39,7 +39,7 @@ _library.define(
     " Tensor kept, Tensor kept_rows)"
 )
 # keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory budget.
-# stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
+# stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: results of a forward with `keep`.
 _library.define(
     f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats,"
     f" Tensor entropy, {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
@@ -134,7 +134,7 @@ class _Shard(NamedTuple):
             argmax = torch.where(is_highest, classes, torch.iinfo(torch.int64).max).amin(0)
         squares = means = total.new_empty(0)
         if self.log_sum_sq_probs is not None:
-            # Of the classes of a process the sum is its share squared times that of its softmax.
+            # The sum over the classes of a process is its share squared times the sum over its softmax.
             squares = (self.log_sum_sq_probs + 2 * log_share).logsumexp(0)
         if self.mean_logits is not None:
             means = self.mean_logits.sum(0)
@@ -154,7 +154,7 @@ def _as_classes(bits):
 
 
 def _bytes_per_logit(logits_dtype):
-    """Those of float32 logits and of their rounded gradient; None: those of the input's dtype."""
+    """Bytes of a float32 logit and of its rounded gradient; None: the size of the input's dtype."""
     return None if logits_dtype is None else 6
 
 

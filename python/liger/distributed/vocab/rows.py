@@ -49,7 +49,7 @@ class Rows:
         self.options = (vocab_start, options.ignore_index, options.softcap)
 
     def clear_others(self, computed):
-        """Writes the results of rows that are not computed: those of ignored rows."""
+        """Writes the results of the rows that are not computed, the ignored rows."""
         for values in (self.results.loss, self.results.z_loss, self.results.logprobs):
             computed.clear(values)
 
@@ -102,7 +102,7 @@ class Rows:
 
 
 def check_class_weights(op, ce_weight, target, vocab):
-    """Raises RuntimeError for weights that are not those of the whole vocabulary, on the device of the target."""
+    """Raises RuntimeError unless the weights cover the whole vocabulary and are on the device of the target."""
     if ce_weight is None:
         return
     if ce_weight.shape != (vocab,):

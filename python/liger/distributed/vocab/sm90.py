@@ -22,7 +22,7 @@ from .shards import VocabShards, gather
 
 class CompiledSteps:
     """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``, ``finish``, and
-    those of log-probabilities, ``logprobs_begin``, ``logprobs``, ``logprob_gradients``.
+    for log-probabilities ``logprobs_begin``, ``logprobs``, ``logprob_gradients``.
 
     Tests replace :data:`steps` by an implementation in torch.
     """
@@ -113,9 +113,9 @@ class ShardCall:
     """Memory and steps of a call on one process, between which the processes communicate.
 
     Attributes:
-        target_logit: float32, of the gathered rows; the first step writes those of the classes of this process. All
-            processes then need the sum.
-        rows: the gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
+        target_logit: float32, of the gathered rows; the first step writes the logits of targets among the classes of
+            this process. All processes then need the sum.
+        rows: the gathered rows; the rows of a chunk become their gradient when all its GEMMs have read them.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Call(ShardCall):
     def apply_rule(self, index, gathered, grad_input):
         """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this process.
 
-        ``gathered``: (processes, 2, rows), those of :meth:`exponentials` of all processes.
+        ``gathered``: (processes, 2, rows), the results of :meth:`exponentials` of all processes.
         """
         options = self.options
         self._steps.rule(

@@ -1,6 +1,6 @@
 """fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of steps.
 
-The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
+The steps are in csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
 and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its
 exponentials need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again,
 unless the forward has kept them. The host never waits for the device, except in the first call of a group.
@@ -132,7 +132,7 @@ class Forward(LogProbCall):
         return super().exponentials(index, self._keep)
 
     def write_results(self, index, gathered):
-        """``gathered``: those of :meth:`exponentials` of all processes, (processes, numbers, rows)."""
+        """``gathered``: the results of :meth:`exponentials` of all processes, (processes, numbers, rows)."""
         self._steps.logprobs(
             self._target, self._ignore_index, self._shards.vocab, gathered, *self._operands, self._numbers, index,
             *self._memory, *self.results, self.kept_rows,

@@ -143,14 +143,14 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
         raise RuntimeError(
-            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
-            "but for the last dimension"
+            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected the shape of {names[0]}, {tuple(x.shape)}, "
+            "except for the last dimension"
         )
     for name, other in (("target", target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
-                f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
-                f"{tuple(x.shape[:-1])}"
+                f"{op}: {name} has shape {tuple(other.shape)}, expected the shape of {names[0]} without its last "
+                f"dimension, {tuple(x.shape[:-1])}"
             )
         # Checked here, because the message of a torch op would not name the arguments.
         if other is not None and other.device != x.device:

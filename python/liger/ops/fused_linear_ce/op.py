@@ -139,7 +139,7 @@ fused_linear_ce_forward = differentiable_ce(
 
 def _float16_factor(rows, weight, target, bias, options, factors=()):
     """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed as they
-    are. ``factors``: those of a low-rank term of the weight."""
+    are. ``factors``: the factors of a low-rank term of the weight."""
     if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
         return None
     if not any(wants_grad(rows, weight, bias, *factors)):

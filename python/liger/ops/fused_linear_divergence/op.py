@@ -110,7 +110,7 @@ def _run(
         op, ("input", teacher_name), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
-    expected = f"{weight.shape[0]} classes, those of weight"
+    expected = f"{weight.shape[0]} classes, as weight has"
     if teacher_weight is None:
         check_floating(op, teacher_name, teacher)
         check_device(op, teacher_name, teacher, "input", rows)

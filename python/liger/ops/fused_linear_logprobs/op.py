@@ -253,7 +253,7 @@ def fused_linear_logprobs(
             Not with accumulate_grad_weight, lora_a and recompute.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
             once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
-        logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
+        logits_dtype: ``torch.float32``: logits are as exact as IEEE float32 arithmetic on the given values makes them,
             also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
             a backend may round them to the dtype of input. docs/logits_dtype.md has errors and costs.
         memory_budget: bytes for the logits of a chunk, or for the exponentials of all rows; None:

@@ -47,7 +47,7 @@ def _check_tables(q, tokens_dim, cos, sin):
             f"mrope: cos has shape {tuple(cos.shape)}, expected (3, {batch}, {tokens}, rotary_dim), rotary_dim at most "
             f"{head_dim}, for q of shape {tuple(q.shape)}"
         )
-    check_shape("mrope", "sin", sin, cos.shape, "that of cos")
+    check_shape("mrope", "sin", sin, cos.shape, "the shape of cos")
     check_like("mrope", "sin", sin, "cos", cos)
     check_device("mrope", "cos", cos, "q", q)
 

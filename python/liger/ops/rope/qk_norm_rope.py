@@ -1,6 +1,6 @@
 """RMSNorm of each head of queries and keys, then the rotary embedding: reference kernels, fakes, autograd, API.
 
-The result is that of ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are rounded to the dtype of q before the
+The result is ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are rounded to the dtype of q before the
 rotation. The backward saves no intermediate: it recomputes the norm from q and k.
 """
 

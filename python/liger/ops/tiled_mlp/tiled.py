@@ -183,7 +183,7 @@ class _GradientSum:
 
 
 def _memory_of(tensor):
-    """The address of the storage; of a DTensor, whose own storage has none, that of its local tensor."""
+    """The address of the storage, for a DTensor of its local tensor's storage (its own has no address)."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
 
 

@@ -59,8 +59,8 @@ class Probe:
 class HostCopy:
     """A tensor in host memory that comes back with its strides.
 
-    A backward may rely on the strides that its forward has made: that of memory-efficient attention needs those of a
-    mask whose rows are a slice of longer ones. Expanded dimensions are stored once.
+    A backward may rely on the strides that its forward has made: the backward of memory-efficient attention needs the
+    strides of a sliced mask. Expanded dimensions are stored once.
     """
 
     def __init__(self, x):

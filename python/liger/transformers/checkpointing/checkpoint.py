@@ -37,7 +37,7 @@ def checkpoint(
 
     The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as the memory
     needs, at most all of them. A step with more tokens than any before gets a new plan before it starts. Losses and
-    gradients are those of the model without checkpointing. Each change of the plan prints one line on stderr, and
+    gradients are as without checkpointing. Each change of the plan prints one line on stderr, and
     :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
 
     Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP, ``deepspeed.initialize``), and
@@ -196,7 +196,7 @@ class Planner:
             self.meter = device_memory.CountedMemory(self.memory, self.model)
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
-        # The statistics are those of one device. Offloaded parameters are on the CPU.
+        # The statistics describe one device. Offloaded parameters are on the CPU.
         if any(p.device not in (hidden.device, torch.device("cpu")) for p in parameters):
             self.allowed = 0
             self._say("the layers are on several devices, so all of them are recomputed")
@@ -214,7 +214,7 @@ class Planner:
         return [tokens, tokens * hidden.shape[-2]] if self.is_quadratic else [tokens]
 
     def _pause(self):
-        """A forward without gradients: its memory is not that of the step."""
+        """Pauses the measurement: a forward without gradients has other memory than the step."""
         if self.step is None or self.meter is None:
             return
         if self.step.backward:

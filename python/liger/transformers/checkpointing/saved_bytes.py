@@ -39,7 +39,7 @@ class Saved:
 
 
 def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
-    """The rows of all decoder layers, added up by part and tensor; without those of a vision tower.
+    """The rows of all decoder layers, added up by part and tensor, without the rows of a vision tower.
 
     Args:
         model: a patched model, on any device; the meta device needs no memory.
@@ -86,7 +86,7 @@ def _layer(layer, config, size) -> Iterator[Saved]:
         if name is not None:
             width = config.hidden_size * size
             yield Saved("norms", "input, rstd", *[width + _FLOAT32] * 2)
-            # A linear layer reads the outputs of these, an addition those of the others.
+            # A linear layer reads the outputs of these norms, an addition reads the outputs of the others.
             if name in (recipe.before, recipe.fused_norm):
                 yield Saved("norms", "output", width, 0)
     yield from _attention(getattr(layer, recipe.attention), size)

@@ -291,7 +291,7 @@ class _Trial:
         return len(given) == 1 and given[0][2].get(name) is arguments[name]
 
     def _rehearse(self, recipe, seen):
-        """The recipe if the loss and its gradient are those of the model with every argument, else a reason."""
+        """The recipe if the loss and its gradient agree with the model for every argument, else a reason."""
         for training, (_, _, loss, grad) in zip((False, True), seen, strict=True):
             try:
                 actual = self._run(recipe, {}, training)

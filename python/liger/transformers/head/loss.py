@@ -121,7 +121,7 @@ def _rows(embedding, input):
 
 
 class _Lookup(nn.Embedding):
-    """What the forward of a subclass of nn.Embedding calls in place of that of nn.Embedding."""
+    """The lookup that the forward of a subclass of nn.Embedding calls instead of nn.Embedding's."""
 
     def forward(self, input):
         rows = _rows(self, input)
@@ -132,7 +132,7 @@ class _Lookup(nn.Embedding):
 class EmbeddingRecipe:
     """An nn.Embedding tied to the head: in an active call one autograd node adds up the gradients of both.
 
-    inherits: its class has a forward that calls that of nn.Embedding, and scales the rows, for example (Gemma).
+    inherits: its class has a forward that calls nn.Embedding's and scales the rows, for example (Gemma).
     """
 
     inherits: bool = False
@@ -162,8 +162,8 @@ class CausalLMRecipe:
     Args:
         head_name: of the head among the submodules.
         softcap, scale: of the logits.
-        keywords: those of LOSS_KEYWORDS that the model passes on to its loss function.
-        shift: the label of a token is that of the next position.
+        keywords: the LOSS_KEYWORDS that the model passes on to its loss function.
+        shift: the label of a token is at the next position.
         classes: the number of classes if the model cuts off the logits of the others.
         shaped: the model reads the shape of the logits, so the loss has as many dimensions as they have.
         accumulate_grad_weight: as in :func:`liger.fused_linear_ce`.
@@ -282,7 +282,7 @@ def _embedding_recipe(embedding):
 
 
 def _calls_of_lookup(embedding, cls):
-    """How often the forward of a subclass calls that of nn.Embedding, in a trial."""
+    """The number of calls of nn.Embedding's forward by a subclass, in a trial."""
     calls = []
 
     class Counting(nn.Embedding):

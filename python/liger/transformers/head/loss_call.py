@@ -186,7 +186,7 @@ class LossCall:
         """The loss for the model's loss function. ``logits`` is the output of the head, perhaps transformed.
 
         Raises:
-            RuntimeError: other labels or arguments than those of the model, for which the head computed the loss.
+            RuntimeError: other labels or arguments than the model got, for which the head computed the loss.
         """
         self.logits = logits
         moved = labels is not None and labels.device != self.labels.device
@@ -236,7 +236,7 @@ def target_and_options(
 ):
     """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads.
 
-    ``shift`` False: those of ForMaskedLMLoss, whose labels are those of the same position.
+    ``shift`` False: the arguments of ForMaskedLMLoss, where the label of a token is at the same position.
     """
     if not shift:
         shift_labels = labels

@@ -93,8 +93,8 @@ def whole_hidden(hidden):
 
 
 class _Copies(torch.autograd.Function):
-    """As many copies of a loss as there are processes, along a last dimension. The gradient is that of the copy of this
-    process."""
+    """As many copies of a loss as there are processes, along a last dimension. The gradient comes from the copy of
+    this process."""
 
     @staticmethod
     def forward(ctx, loss, processes, rank):
@@ -115,6 +115,6 @@ def as_output(loss, mesh):
 
 
 def own_copy(output, rank):
-    """The loss, from what hooks made of :func:`as_output`: all copies, or that of this process."""
+    """The loss, from what hooks made of :func:`as_output`: all copies, or the copy of this process."""
     copies = (output.to_local() if is_dtensor(output) else output).reshape(-1)
     return copies[rank if len(copies) > 1 else 0]

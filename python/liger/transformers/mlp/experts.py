@@ -126,7 +126,7 @@ def experts(module, activations):
         return f"its experts_implementation is {implementation!r}"
     is_transposed = _layout(module)
     if is_transposed is None:
-        return "the shapes of its projections are not those of gated experts"
+        return "its projections do not have the shapes of gated experts"
     found = _try_experts(module, is_transposed, len(names) == 4)
     if isinstance(found, ExpertsRecipe) and not _is_asked(found.activation, activations):
         return None

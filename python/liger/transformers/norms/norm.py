@@ -30,10 +30,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it; None there is that of float32.
+    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it; None there means float32's.
 
-    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``, that of
-        x, ``"wide"``, float32, or None if the op does not give that result.
+    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``, the
+        dtype of x, ``"wide"``, float32, or None if the op does not give that result.
     """
 
     kind: str

@@ -62,7 +62,7 @@ def _try(module, norms, parameters, outputs, asked):
 
 
 class _OtherFormError(Exception):
-    """The calls of the submodules are not those of a layer that can be fused."""
+    """The submodules are not called as in a layer that can be fused."""
 
 
 def _alone(x):

@@ -96,7 +96,7 @@ def give_class(module, cls):
 
 
 def instance_forward(module):
-    """The forward attribute of the instance, which overrides that of the class; None if there is none.
+    """The forward attribute of the instance, which overrides the class's; None if there is none.
 
     None also for the hooks of accelerate, which call the forward of the class.
     """
@@ -106,7 +106,7 @@ def instance_forward(module):
 
 
 def overriding_forward(module):
-    """The instance forward of a patched module that replaces that of the patched class; None if there is none.
+    """The instance forward of a patched module that replaces the patched class's; None if there is none.
 
     None also for a wrapper of the patched forward, such as the autocast of ``accelerator.prepare``.
     """
@@ -124,7 +124,7 @@ def is_hooked(activation):
     return isinstance(activation, nn.Module) and first_hook(hooks_of(activation), ZERO) is not None
 
 
-# Their hooks gather weights, move and cast tensors, and count; those of others may use the output and its gradient.
+# Their hooks gather weights, move and cast tensors, and count; other hooks may use the output and its gradient.
 _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger.")
 
 
@@ -151,8 +151,8 @@ def _name_of_unknown(*tables):
 def is_called_plainly(module, x, in_call=False):
     """Whether a call of the module with x does no more than its forward: hooks gather weights and record results.
 
-    Those of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); those of
-    accelerate do nothing where the weights are on the device of x.
+    The hooks of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); the hooks
+    of accelerate do nothing where the weights are on the device of x.
     """
     return (
         (

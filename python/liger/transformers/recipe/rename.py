@@ -1,7 +1,7 @@
 """Copies of functions in which one global, or one attribute, has another name.
 
 A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and globals.
-Only a name in the copied code object differs. The globals dictionary is that of the model's module, so later changes
+Only a name in the copied code object differs. The globals dictionary belongs to the model's module, so later changes
 are visible, and only the new name is added to it. A new CPython version may need changes here: the code depends on the
 layout of code objects.
 """
@@ -94,7 +94,7 @@ def _copy(function, old, new, affected, opnames):
 
 
 def _names(code, *opnames):
-    """Names in instructions of some kinds, including those of nested functions and comprehensions."""
+    """Names in instructions of some kinds, also in nested functions and comprehensions."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname in opnames}
     return names.union(*(_names(c, *opnames) for c in code.co_consts if isinstance(c, CodeType)))
 

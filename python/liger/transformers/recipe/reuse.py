@@ -24,7 +24,7 @@ class _SharedLookup(torch.autograd.Function):
     """Returns (rows of the weight, a stand-in for the weight of the head); its backward gets the gradients of both.
 
     Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This node adds the
-    gradient of the lookup to that of the head in place, in the rows that the lookup has read.
+    gradient of the lookup to the gradient of the head in place, in the rows that the lookup has read.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class _SharedLookup(torch.autograd.Function):
 
 
 class _WeightOfHead(torch.autograd.Function):
-    """Returns the weight, whose gradient becomes that of the stand-in.
+    """Returns the weight; its gradient becomes the gradient of the stand-in.
 
     ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view of the first would keep it.
     """

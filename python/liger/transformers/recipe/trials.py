@@ -18,7 +18,7 @@ ERRORS = (
 
 
 IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
-OTHER_GRADIENTS = "its gradients are not those of the op"
+OTHER_GRADIENTS = "its gradients differ from the op's"
 
 logger = logging.getLogger("liger.transformers")
 
