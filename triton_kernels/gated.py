@@ -48,7 +48,7 @@ def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         value, slope = x * cdf, cdf + x * (0.39894228040143268 * exponential)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The derivative of the
-        # sigmoid is computed without 1 - sigmoid, whose cancellation error the factor x^3 would amplify.
+        # sigmoid is computed without 1 - sigmoid: the factor x^3 would amplify its cancellation error.
         square = x * x
         twice_z = x * (1.5957691216057308 + 0.07135481627260025 * square)
         exponential = tl.exp(-tl.abs(twice_z))

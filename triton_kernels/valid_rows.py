@@ -1,4 +1,4 @@
-"""The valid rows of a batch, those whose target is not ignored: their index, a gather, and the inverse scatter.
+"""The valid rows of a batch, which have no ignored target: their index, a gather, and the inverse scatter.
 
 Valid row j is row ``index[j] >= j`` of the batch. Their number reaches the host by an asynchronous copy, which overlaps
 with other work of the device. Grids: one program builds the index; the scatter has one program per strip of columns.

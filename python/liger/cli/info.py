@@ -27,7 +27,7 @@ VARIABLES = {
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }
-# What reads, later than at import, a variable that the import of liger has not checked.
+# The readers of variables that are read after the import of liger, which does not check them.
 _READERS = {
     "LIGER_MEMORY_BUDGET": default_memory_budget,
     "LIGER_WGMMA": wgmma_engine_allowed,
@@ -35,7 +35,8 @@ _READERS = {
 }
 
 
-# Public function -> the op of LIGER_BACKEND whose backend serves it, beside GEMMs of torch; None: what it is given.
+# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch; None: the function that it is
+# given.
 FUNCTIONS = {
     "rms_norm": "rms_norm",
     "fused_add_rms_norm": "fused_add_rms_norm",
@@ -140,7 +141,7 @@ def run(arguments):
 
 
 def _complaint(name):
-    """What is wrong with the value of a variable, in brackets."""
+    """The fault of a variable's value, in brackets."""
     try:
         _READERS.get(name, bool)()
     except ValueError as error:

@@ -22,7 +22,7 @@ from . import _plan_model
 from ._format import human_bytes, table
 
 SM90 = (9, 0)
-# What describes the lm_head, and has no meaning with --model.
+# The options that describe the lm_head and have no meaning with --model.
 _SIZES = ("tokens", "hidden", "vocab")
 _HEAD_OPTIONS = ("hidden", "vocab", "budget", "accum", "capability")
 _LARGEST_BYTES = 2**63 - 1
@@ -168,7 +168,7 @@ def _describe_logprobs(memory):
 
 
 def _complaint(arguments, dtype):
-    """What is wrong with the arguments of the lm_head, or None."""
+    """The fault of the arguments of the lm_head, or None."""
     missing = [f"--{name}" for name in _SIZES if getattr(arguments, name) is None]
     if missing:
         return (

@@ -21,7 +21,7 @@ from .._core.runtime.extras import missing
 from .names import MODULES, is_starred, needed_packages
 
 ROOT = "liger_kernel"
-# The release of liger-kernel whose names, argument order and return values these are.
+# The release of liger-kernel that the names, argument orders and return values agree with.
 VERSION = "0.8.5"
 # A file beside the __init__.py of the distribution in compat/, which no liger-kernel has.
 _MARKER = "LIGER_OPS"

@@ -29,7 +29,7 @@ def is_transformers_available() -> bool:
 
 
 def is_npu_available() -> bool:
-    """Whether torch has an Ascend NPU."""
+    """True if torch has an Ascend NPU."""
     npu = getattr(torch, "npu", None)
     return npu is not None and npu.is_available()
 

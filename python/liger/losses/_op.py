@@ -94,7 +94,7 @@ def portable_name(name):
     return unique
 
 
-# What torch.compiler.assume_constant_result sets. That function would import all of torch._dynamo.
+# The attribute that torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo.
 portable_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

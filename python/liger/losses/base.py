@@ -43,7 +43,7 @@ TOKEN_METRICS = names_among(*get_args(TokenMetric))
 
 @serialisable
 class TokenMetrics(NamedTuple):
-    """What the option ``metrics`` asks for: one value per token in the shape of target, without gradient, else None.
+    """The results of the option ``metrics``: one value per token in the shape of target, without gradient; else None.
 
     Attributes:
         logprobs: the log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at ignored tokens.
@@ -74,7 +74,7 @@ class LossResult(NamedTuple):
 
 
 class LossOptions(TypedDict, total=False):
-    """Types of the options of every :class:`FusedLinearLoss`, whose constructor has the defaults."""
+    """Types of the options of every :class:`FusedLinearLoss`; the defaults are in its constructor."""
 
     ignore_index: int
     metrics: Sequence[TokenMetric]
@@ -181,7 +181,7 @@ class FusedLinearLoss(nn.Module):
     def evaluate(
         self, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Tensor], shared: Mapping[str, Tensor]
     ) -> Tensor:  # fmt: skip
-        """Calls :meth:`compute` with tensors of the op, whose rows are (parts, groups, length)."""
+        """Calls :meth:`compute` with tensors of the op: their rows are (parts, groups, length)."""
         shared = dict(shared)
         token_index, is_token = shared.pop("token_index", None), shared.pop("is_token", None)
 

@@ -60,7 +60,7 @@ class DistillationMetrics(NamedTuple):
 
 
 class DistillationOptions(TypedDict, total=False):
-    """Types of the options of every :class:`DistillationLoss`, whose constructor has the defaults."""
+    """Types of the options of every :class:`DistillationLoss`; the defaults are in its constructor."""
 
     weight_hard_loss: float
     weight_soft_loss: float
@@ -195,7 +195,7 @@ class DistillationLoss(nn.Module):
         tokens = {"logprobs": found.logprobs, "entropy": found.entropy, "argmax": found.argmax}
         return TokenMetrics(**{name: tokens[name].view(rows.token_shape) for name in self.metrics})
 
-    def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
+    def _distill_rows(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
         # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast them.
         input, weight, bias, *heads = autocast_operands(
             rows.input,
@@ -317,7 +317,9 @@ class _TwoHeadLoss(DistillationLoss):
                 f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, as weight has: both models "
                 "must have the same vocabulary (classes that only pad one can be cut off)"
             )
-        return self._run(rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator)
+        return self._distill_rows(
+            rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator
+        )
 
 
 class FusedLinearJSDLoss(_TwoHeadLoss):
@@ -482,4 +484,4 @@ class FusedLinearTopKLoss(DistillationLoss):
             teacher_logprobs.shape,
             "the shape of teacher_logprobs",
         )
-        return self._run(rows, weight, logprobs, None, indices, bias, None, denominator)
+        return self._distill_rows(rows, weight, logprobs, None, indices, bias, None, denominator)

@@ -20,7 +20,7 @@ from .base import FusedLinearLoss, LossOptions, check_choice
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
-# What clips importance weights, from both sides.
+# The loss types that clip importance weights from both sides.
 _CLIPPED: tuple[str, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # The options that only some loss types read.
 _USED_BY: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ class PolicyMetrics(NamedTuple):
         kl: scalar, the mean KL divergence from the reference in nats, with ``use_bias_correction_kl`` times the
             importance weights, as in the loss; None without a reference.
         mean_entropy: scalar, in nats; None if ``entropy_coef`` is 0.
-        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped by ``epsilon_low`` and
+        clip_ratio: scalar, the fraction of tokens with an importance weight clipped by ``epsilon_low`` and
             ``epsilon_high``, not by ``delta``; 0 with sapo and vespo, which do not clip.
         logprobs, entropy, argmax: the :class:`TokenMetrics`, per token in the shape of target. ``logprobs`` is always
             there, the others are None unless the option ``metrics`` asks for them.
@@ -233,7 +233,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         items = None
         if denominator is not None:
             items = as_scalar("denominator", denominator, batch)
-            # No items: the sum is 0, too.
+            # No items: the sum is also 0.
             items = torch.where(items > 0, items, 1.0)
         if self.loss_type in ("grpo", "sapo", "luspo"):
             count = count if items is None else items

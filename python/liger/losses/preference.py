@@ -254,7 +254,7 @@ DPOLossType = Literal[
     "discopop",
 ]  # fmt: skip
 DPO_LOSS_TYPES: tuple[DPOLossType, ...] = get_args(DPOLossType)
-# Those that read ``label_smoothing``.
+# The loss types that read ``label_smoothing``.
 _SMOOTHED: tuple[str, ...] = ("sigmoid", "exo_pair", "robust")
 
 

@@ -110,7 +110,8 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         lse_square_scale: factor of the z-loss.
         metrics: names among ``z_loss``, ``token_accuracy``, ``argmax``, ``logprobs`` and ``entropy``,
             computed in the same pass.
-        group, vocab_start, vocab_size: of logits whose classes are sharded, as in :func:`liger.cross_entropy`.
+        group, vocab_start, vocab_size: for logits that are sharded along the classes, as in
+            :func:`liger.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
         inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only the loss
             uses.
@@ -177,12 +178,13 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
 
 class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
-    """Cross entropy of ``input @ weight.T + bias``, in chunks of rows whose logits fit a memory budget.
+    """Cross entropy of ``input @ weight.T + bias``, in chunks of rows with logits that fit a memory budget.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, softcap: as in
             :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
-        group, vocab_start, vocab_size: of an lm_head whose classes are sharded, as in :func:`liger.fused_linear_ce`.
+        group, vocab_start, vocab_size: for an lm_head that is sharded along the classes, as in
+            :func:`liger.fused_linear_ce`.
         accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
         accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32 ``main_grad``, or to

@@ -36,7 +36,7 @@ GELU: Activations = {
 
 
 def options_of(name: str, config: Any, activations: Activations) -> dict[str, Any]:
-    """What a configuration says about the constructor of the MLP ``name``. Raises ValueError for an activation that is
+    """Constructor arguments of the MLP ``name`` from a configuration. Raises ValueError for an activation that is
     not among ``activations``."""
     # Gemma's configurations have both; hidden_activation is the one that its MLP uses.
     activation = getattr(config, "hidden_activation", None) or config.hidden_act

@@ -38,9 +38,9 @@ class RMSNorm(nn.Module):
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
         eps: added to the mean square; None means the eps of float32, and of float64 for a float64 x, as in
-            :class:`torch.nn.RMSNorm` (whose docstring names the eps of the dtype of x).
+            :class:`torch.nn.RMSNorm` (its docstring names the eps of the dtype of x).
         elementwise_affine: whether there is a weight. It starts so that ``offset + weight`` is one.
-        offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
+        offset: added to the weight; 1.0 for Gemma, which stores weights around zero.
         casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``, ``"gemma"`` or ``"none"``,
             as in :func:`liger.rms_norm`.
         device, dtype: of the weight.
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.rms_norm`.
+        RuntimeError: the shape of x does not end in normalized_shape, and as :func:`liger.rms_norm`.
 
     Example::
 
@@ -210,7 +210,7 @@ class LayerNorm(nn.Module):
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.layer_norm`.
+        RuntimeError: the shape of x does not end in normalized_shape, and as :func:`liger.layer_norm`.
 
     Example::
 

@@ -48,7 +48,7 @@ class TiledMLP(Projections):
     @arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
-        # Those who shard a weight leave hooks on its layer. For DTensors this module does what they do.
+        # Frameworks that shard a weight leave hooks on its layer. For DTensors this module does what the hooks do.
         sharded = any(is_dtensor(getattr(p, "weight", None)) for p in projections)
         is_plain = computes_linear_alone if sharded else needs_no_call
         if not all(is_plain(p, x) for p in projections):

@@ -150,7 +150,7 @@ class _Form:
         return self.op(*tensors, *options)
 
     def _inplace_applies(self, tensors):
-        """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
+        """True if the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
 
         Compiled code takes the functional form; the compiler reuses buffers itself.
         """
@@ -161,7 +161,7 @@ class _Form:
 
 
 class _Inplace(torch.autograd.Function):
-    """A form whose backward overwrites the inputs with their gradients, unless the graph is retained."""
+    """The form with a backward that overwrites the inputs with their gradients, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, form, options, *inputs):

@@ -149,7 +149,7 @@ def rms_norm(
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
         eps: added to the mean square; finite and at least 0.
-        offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
+        offset: added to the weight; 1.0 for Gemma, which stores weights around zero.
         casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: ``x * rsqrt(...)`` before
             the weight; ``"gemma"``: only y; ``"none"``: ``rsqrt(...)`` and ``x * rsqrt(...)``.
 

@@ -43,7 +43,7 @@ def _norm_input(x, a, casting_mode, norm_before_gate):
 
 
 def _grouped(x, group_size):
-    """The view (..., groups, group_size), each of whose rows is normalised; x itself without a group size."""
+    """The view (..., groups, group_size) in which each row is normalised; x itself without a group size."""
     return x if group_size is None else x.unflatten(-1, (x.shape[-1] // group_size, group_size))
 
 

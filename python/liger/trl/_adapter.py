@@ -80,7 +80,7 @@ class KeywordProxy:
 
 
 class LossProxy(KeywordProxy):
-    """Proxy of a model whose fused calls compute their loss by ``function``.
+    """Proxy of a model; its fused calls compute their loss by ``function``.
 
     Attributes:
         loss: the loss of the last fused call.

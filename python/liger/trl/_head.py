@@ -19,7 +19,7 @@ from ._transform import Transform, model_without_head
 
 
 class _HeadCall:
-    """One call of a head whose linear layers return ``function(hidden, weight, bias)`` instead of logits."""
+    """One call of a head; its linear layers return ``function(hidden, weight, bias)`` instead of logits."""
 
     def __init__(self, function):
         self.function, self.result = function, None

@@ -35,7 +35,7 @@ def adapt_dpo(trainer):
             ref_logps = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
         inputs = {**inputs, **ref_logps}
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
-        # Of the tokens, not of the targets: an answer that begins the sequence has no target for its first token.
+        # The length counts tokens, not targets: an answer that begins the sequence has no target for its first token.
         lengths = inputs["completion_mask"].sum(1)
 
         def function(hidden, weight, bias, target):

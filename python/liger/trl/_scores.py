@@ -45,7 +45,7 @@ def score(hidden, weight, bias, target, transform, names):
 
 
 def top1(argmax, target):
-    """Whether the target is the most probable token; None if argmax is None."""
+    """True if the target is the most probable token; None if argmax is None."""
     return None if argmax is None else (argmax == target) & (target != -100)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from ..transformers.head.kind import linear_layers
 
-# Where architectures store the softcap of their logits.
+# Names of the softcap of logits in configurations.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# What a forward raises that needs more of its base model or its head than the stubs below have.
+# Exceptions of a forward that needs more of its base model or its head than the stubs below have.
 _ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -144,7 +144,7 @@ def _replaced(model, stubs):
 
 
 def _matches_forward(transform, model):
-    """Whether a model makes its logits by this transformation from what its base model returns for the same ids.
+    """True if a model makes its logits by this transformation from what its base model returns for the same ids.
 
     The forward runs with a base model that returns known hidden states and a head that is a cheap linear function: no
     weight is read, so the model may be sharded.

@@ -23,7 +23,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a ``torch.distributed.tensor.DTensor``. Does not import that module."""
+    """True if a value is a ``torch.distributed.tensor.DTensor``. Does not import that module."""
     return isinstance(value, _types)
 
 

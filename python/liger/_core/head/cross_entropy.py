@@ -65,7 +65,7 @@ class CEOptions(NamedTuple):
 
     @property
     def exact(self):
-        """Whether the gradient of the weight is as exact as one float32 sum."""
+        """True if the gradient of the weight is as exact as one float32 sum."""
         return self.accum_dtype in (None, torch.float32)
 
     def check(self, op, logits, target):

@@ -1,4 +1,4 @@
-"""What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
+"""The forward of fused_linear_logprobs keeps logits or exponentials for its backward, which then skips a GEMM.
 
 ``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: the exponentials
 of all rows, as the wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: the logits
@@ -34,7 +34,7 @@ def _engine_is_chosen():
 
 @constant_in_compiled_code
 def _device_has_engine(device_index):
-    """Whether the wgmma engine can run on this device."""
+    """True if the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
         return False
     return torch.ops.liger_sm90.takes_logprobs.default(
@@ -53,12 +53,12 @@ def budget_or_default(memory_budget):
 
 
 def sizes_for_engine(rows, hidden):
-    """Whether the wgmma engine takes these sizes, with any number of classes."""
+    """True if the wgmma engine takes these sizes, with any number of classes."""
     return rows >= ENGINE.min_rows and hidden % ENGINE.hidden_unit == 0
 
 
 def engine_can(input, weight, bias, softcap, float32_logits=False):
-    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a
+    """True if the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a
     logit, but the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
     if float32_logits or not input.is_cuda or input.dtype not in ENGINE_DTYPES or weight.dtype != input.dtype:
         return False
@@ -68,16 +68,16 @@ def engine_can(input, weight, bias, softcap, float32_logits=False):
 
 
 def engine_takes(input, weight, bias, softcap, float32_logits=False):
-    """Whether it does: it belongs to the cuda backend of fused_linear_ce."""
+    """True if the engine computes the log-probabilities: it belongs to the cuda backend of fused_linear_ce."""
     return _engine_is_chosen() and engine_can(input, weight, bias, softcap, float32_logits)
 
 
 def choose(input, weight, bias, softcap, memory_budget, recompute, float32_logits=False):
-    """What to keep of a call with a backward.
+    """Chooses what a call with a backward keeps.
 
     Args:
         recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget.
-            Not logits, because their GEMM computes ignored rows, too.
+            Not logits, because their GEMM also computes ignored rows.
     """
     if recompute or is_dtensor(input) or is_dtensor(weight):
         return NOTHING

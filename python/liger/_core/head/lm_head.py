@@ -53,12 +53,12 @@ class HeadOptions(NamedTuple):
 
     @property
     def exact(self):
-        """Whether the gradient of the weight is as exact as one float32 sum."""
+        """True if the gradient of the weight is as exact as one float32 sum."""
         return self.accum_dtype in (None, torch.float32)
 
     @property
     def float32(self):
-        """Whether logits are float32."""
+        """True if logits are float32."""
         return self.logits_dtype is not None
 
     def head(self, weight, bias):

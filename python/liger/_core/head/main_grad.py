@@ -29,7 +29,7 @@ class WeightGradientSum:
         weight: a leaf that requires grad.
 
     Raises:
-        RuntimeError: a weight whose gradient autograd, hooks or a sharding framework must see, or that has no place
+        RuntimeError: autograd, hooks or a sharding framework must see the gradient of the weight, or it has no place
             for a float32 gradient.
     """
 
@@ -157,13 +157,13 @@ class _accumulate_grad_weight(torch.autograd.Function):
 
 @torch.compiler.disable(reason="liger: accumulate_grad_weight adds to weight.main_grad or weight.grad")
 def add_in_backward(op, name, weight, add, outputs, saved, names=()):
-    """``outputs``, whose backward also calls ``add(total, weight, saved, gradients of outputs)`` without autograd.
+    """``outputs``; their backward also calls ``add(total, weight, saved, gradients of outputs)`` without autograd.
 
     Args:
         op, name, weight: as in :class:`WeightGradientSum`.
         outputs: results that were computed with the detached weight.
         saved: tensors that ``add`` needs, or None.
-        names: the arguments whose memory the first of ``saved`` may have.
+        names: the arguments that the first of ``saved`` may share memory with.
     """
     sum_of = WeightGradientSum(op, name, weight)
     sum_of.check_memory(dict(zip(names, saved, strict=False)))

@@ -24,7 +24,7 @@ def weight_blocks(weight):
     """Slices of classes that bound the size of temporaries: parts of the weight, or its copy in float32."""
     if not weight.is_cuda:
         return row_blocks(weight)
-    # Whole tiles, whose results are aligned.
+    # Whole tiles: their results are aligned.
     step = max(_GPU_BLOCK // max(1, weight.shape[1]) // 128, 1) * 128
     return (slice(i, min(i + step, weight.shape[0])) for i in range(0, weight.shape[0], step))
 

@@ -1,6 +1,6 @@
 """GEMMs of a linear layer that is computed in chunks of rows.
 
-All use ``out=`` forms, whose operands autocast does not cast.
+All use ``out=`` forms: autocast does not cast their operands.
 """
 
 import torch

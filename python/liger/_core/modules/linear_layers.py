@@ -1,4 +1,4 @@
-"""Which modules are linear layers and nothing else, and which outputs their caller may overwrite."""
+"""Recognition of modules that are linear layers and nothing else, and of outputs that their caller may overwrite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN_PACKAGES = ("peft.tuners.", "bitsandbytes.", "torchao.")
 
 
 def is_forward_of_class(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of the instance is the forward of its class, bound to some instance."""
+    """True if an attribute of the instance is the forward of its class, bound to some instance."""
     return getattr(module.__dict__.get(name), "__func__", None) is type(module).forward
 
 
@@ -30,7 +30,7 @@ def overrides_forward(module: nn.Module) -> bool:
 
 
 def moves_nothing(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the forward of the instance is accelerate's, and finds weights and x on the device where they
+    """True if the forward of the instance is accelerate's, and finds weights and x on the device where they
     belong."""
     hook: Any = getattr(module, "_hf_hook", None)
     forward: Any = module.__dict__.get("forward")
@@ -45,7 +45,7 @@ def moves_nothing(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def computes_linear_alone(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether ``layer(x)``, without hooks, is ``F.linear`` of its weight and bias: not LoRA, not
+    """True if ``layer(x)``, without hooks, is ``F.linear`` of its weight and bias: not LoRA, not
     quantised."""
     return (
         type(layer).forward is nn.Linear.forward
@@ -55,7 +55,7 @@ def computes_linear_alone(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def needs_no_call(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether an op may read weight and bias of a layer instead of calling it with x: no LoRA, not quantised,
+    """True if an op may read weight and bias of a layer instead of calling it with x: no LoRA, not quantised,
     no hooks.
 
     Global hooks do not count.
@@ -67,7 +67,7 @@ def needs_no_call(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def caller_owns_output(layer: nn.Module) -> bool:
-    """Whether the caller of a linear layer alone has its output, so that a later backward may overwrite it.
+    """True if the caller of a linear layer alone has its output, so that a later backward may overwrite it.
 
     False if a forward hook (other than a hook of ZeRO-3) has seen the output, and for a layer of an unknown
     class or forward: its backward may read the output, as the backward of a sigmoid does. False in compiled

@@ -161,7 +161,7 @@ HEAD: dict[str, Any] = {
 }
 # The low-rank term of an lm_head.
 LORA: dict[str, Any] = {"lora_scale": FINITE}
-# Which classes of the vocabulary a process has.
+# The classes of the vocabulary that a process has.
 SHARDS: dict[str, Any] = {"group": GROUP, "vocab_start": INTEGER, "vocab_size": INTEGER}
 # Options of cross entropy, with and without the lm_head.
 CE_OPTIONS: dict[str, Any] = {
@@ -222,11 +222,11 @@ def check(op, name, value, rule, optional=False):
     raise kind(f"{op}: {name} is {described(value)}, expected {expected}{beyond}")
 
 
-# What ops raise for arguments that they cannot take.
+# Exceptions that ops raise for arguments they cannot take.
 _OF_OPS = (TypeError, AttributeError, RuntimeError, ValueError, OverflowError)
-# What torch says about tensors that are not all DTensors on one mesh.
+# Messages of torch about tensors that are not all DTensors on one mesh.
 _OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different mesh|cross-mesh|Cannot find device mesh")
-# What torch 2.10 says, other than by NotImplementedError, about an op without a rule.
+# The message of torch 2.10 about an op without a rule, where it does not raise NotImplementedError.
 _NO_RULE = re.compile("Sharding propagation failed for liger_losses")
 
 

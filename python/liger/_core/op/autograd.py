@@ -48,7 +48,7 @@ _BATCHED_GRAD_KEY = torch._C._parse_dispatch_key("VmapMode")
 
 
 def is_plain_eager_call(args):
-    """Whether autograd is the only dispatch key between a call with these arguments and the backend.
+    """True if autograd is the only dispatch key between a call with these arguments and the backend.
 
     False for compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from inside
     another op, where autograd is off. ``is_compiling`` must come first: Dynamo evaluates it as a constant and does not
@@ -69,7 +69,7 @@ def differentiable(op, setup_context, backward):
 
     ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are as in ``torch.library.register_autograd``,
     except that ``backward`` returns a tuple with one entry per argument. The registered formula also serves the
-    transforms of torch.func, each of which records its own graph, and refuses forward mode.
+    transforms of torch.func, where each records its own graph, and refuses forward mode.
 
     The returned function takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
     """
@@ -101,7 +101,7 @@ def _recorder(op, forward, backward):
     methods = {
         name: staticmethod(f) for name, f in (("forward", forward), ("backward", backward), ("jvp", jvp))
     }
-    # Not torch.autograd.Function, whose apply checks for transforms again: either there are none, or the dispatcher
+    # Not torch.autograd.Function: its apply checks for transforms again: either there are none, or the dispatcher
     # has already handled them.
     return type(op._opname, (_SingleLevelFunction,), methods).apply
 
@@ -171,7 +171,7 @@ def wants_grad(*tensors):
 
 
 def _requires_grad(tensor):
-    """Whether a tensor requires grad at any level of the active torch.func transforms."""
+    """True if a tensor requires grad at any level of the active torch.func transforms."""
     if not is_compiling() and _are_functorch_transforms_active():
         while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
@@ -179,7 +179,7 @@ def _requires_grad(tensor):
 
 
 def is_transformed():
-    """Whether torch.func, forward-mode differentiation or a backward with ``is_grads_batched`` transforms the call."""
+    """True if torch.func, forward-mode differentiation or a backward with ``is_grads_batched`` transforms the call."""
     return (
         _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -188,7 +188,7 @@ def is_transformed():
 
 
 def is_traced(*tensors):
-    """Whether a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform processes these
+    """True if a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform processes these
     tensors. Both need functional code and decide themselves what is saved."""
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
@@ -209,10 +209,10 @@ def recording_tracer():
 
 
 def may_write_inputs(*tensors):
-    """Whether an in-place form may run.
+    """True if an in-place form may run.
 
     Compilers and transforms (:func:`is_traced`), dispatch modes and torch.jit.trace need functional code: selective
-    checkpointing, for example, does not repeat the write of an op whose result it saved.
+    checkpointing, for example, does not repeat the write of an op if it saved the result.
     """
     return (
         not is_traced(*tensors)
@@ -244,7 +244,7 @@ def without_base(tensor):
 
 
 def at_positions(count, positions, grads, needed):
-    """What a backward returns: the gradients that are needed at their positions among ``count`` arguments."""
+    """The result of a backward: the gradients that are needed at their positions among ``count`` arguments."""
     result = [None] * count
     for position, grad, need in zip(positions, grads, needed, strict=True):
         result[position] = grad if need else None
@@ -331,9 +331,9 @@ def differentiable_once(op, dependencies=None):
 
 
 def refuse_gradient_outputs(op, grads):
-    """In the backward of an op whose forward computes the gradients: raises if these outputs are differentiated.
+    """In the backward of an op that computes the gradients in its forward: raises if these outputs are differentiated.
 
-    The first of them is marked as a differentiable output. So the saved gradient carries the history that
+    The first of them is marked as a differentiable output. The saved gradient then carries the history that
     :func:`differentiable_once` needs, and no input has to be saved.
     """
     if any(grad is not None for grad in grads):
@@ -398,7 +398,7 @@ def refuse_inplace_leaf(op, names, tensors):
 
 
 def non_overlapping(tensors):
-    """Whether no two elements of these tensors share memory, so that each can be overwritten on its own."""
+    """True if no two elements of these tensors share memory, so that each can be overwritten on its own."""
     storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
     if len(set(storages)) < len(storages):
         return False

@@ -172,7 +172,7 @@ def _dotted(capability: Capability) -> str:
 
 
 def supported(backend: str, capabilities: Sequence[Capability] | None = None) -> tuple[bool, str]:
-    """Whether a backend can serve ops on this machine.
+    """True if a backend can serve ops on this machine.
 
     Args:
         backend: ``"cuda"``, ``"triton"`` or ``"torch"``.

@@ -74,7 +74,7 @@ class Declaration:
         return tensor.dim() - len(self.dims) + 1 if self.dims[0] == "..." else 1
 
     def is_parameter(self, name):
-        """Whether a tensor has no independent dimensions: its gradient is a sum over them."""
+        """True if a tensor has no independent dimensions: its gradient is a sum over them."""
         shape = self.shapes[name.removeprefix("grad_")]
         return shape.like is None and shape.dims[0] not in ("...", "batch")
 

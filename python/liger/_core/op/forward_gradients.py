@@ -1,4 +1,4 @@
-"""Autograd for losses whose gradients are computed by the forward.
+"""Autograd for losses that compute their gradients in the forward.
 
 The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. This module also has
 the autograd formula of that op, because ``_core`` cannot import ``ops/rescale.py``.

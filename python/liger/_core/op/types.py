@@ -25,7 +25,7 @@ DivergenceReduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
 class ShardOptions(TypedDict, total=False):
-    """Which classes of the vocabulary this process has."""
+    """The classes of the vocabulary that this process has."""
 
     group: "dist.ProcessGroup | None"
     vocab_start: int | None

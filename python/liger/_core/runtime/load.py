@@ -18,7 +18,7 @@ def _library(name):
 
 
 def _is_loaded(path):
-    """Whether this process has loaded the library from this file."""
+    """True if this process has loaded the library from this file."""
     try:
         ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

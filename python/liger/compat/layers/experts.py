@@ -49,7 +49,7 @@ class LigerExperts(GroupedExperts):
             hidden_states.reshape(-1, hidden_states.shape[-1]), self.gate_up_proj, self.down_proj,
             top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices),
         )  # fmt: skip
-        # Under autocast, too, the result has the dtype of the hidden states.
+        # Also under autocast, the result has the dtype of the hidden states.
         return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 

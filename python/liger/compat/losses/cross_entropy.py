@@ -31,7 +31,7 @@ class CrossEntropyOutput:
 
 
 def _mean_divisor(target, ce_weight, ignore_index):
-    """What a mean divides by; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
+    """The divisor of a mean; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
     valid = target != ignore_index
     if ce_weight is None:
         return valid.sum().clamp_min(1)
@@ -154,7 +154,7 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
         logits: (B, L + 1, V); the last position has no token.
         input_ids: (B, at least L).
         temperature: divisor of the logits.
-        mask: the shape of input_ids, 0 at tokens whose result is 0; or None.
+        mask: the shape of input_ids, 0 at tokens that get the result 0; or None.
     """
     length = logits.shape[1] - 1
     target = input_ids[:, input_ids.shape[1] - length :]

@@ -13,7 +13,7 @@ from ...ops.cross_entropy.op import cross_entropy
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """A distillation loss whose logits exist a chunk of rows at a time; its gradients are made in the forward.
+    """A distillation loss: its logits exist a chunk of rows at a time, its gradients are computed in the forward.
 
     A subclass defines :meth:`distillation_loss_fn` in plain PyTorch, and a ``forward`` that calls the one of this class
     with ``cls`` and ``ctx``.

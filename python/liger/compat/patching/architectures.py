@@ -29,7 +29,7 @@ PARAMETERS = {name: order.split() for order, names in _BY_PARAMETERS.items() for
 
 # Functions that ignore unknown keywords.
 OPEN = {"internvl", "smolvlm", "nemotron", "llava"}
-# Of granite, the loss from the logits is the default, so its training output has logits.
+# granite computes the loss from the logits by default, so that its training output has logits.
 LOSS_FROM_LOGITS = {"granite"}
 
 # Further model types of a function.

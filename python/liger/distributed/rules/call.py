@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ..._core.dtensor.mixed import MixedTensors
 from ..._core.dtensor.placements import dense_strides, where_sharded
 
-# What the names of ops have behind the name of a public function.
+# Suffixes of op names after the name of a public function.
 _FORMS = re.compile(r"(_metrics|_lora)?(_forward|_backward|_add_grad_weight)?(_product)?_?$")
 
 
@@ -75,7 +75,7 @@ class Call:
             self.arguments[name] = tensor.to_local()
 
     def gather(self, *names):
-        """Replicates parameters. A warning names each weight of which every rank had only a part."""
+        """Replicates parameters. A warning names each weight that was split over the ranks."""
         for name in names:
             tensor = self.distributed.get(name)
             if tensor is not None and tensor.dim() > 1 and any(p.is_shard() for p in tensor.placements):

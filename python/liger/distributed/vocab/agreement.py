@@ -1,7 +1,7 @@
-"""What the processes of a group exchange before a vocabulary-parallel call exchanges anything else.
+"""The first exchange between the processes of a group in a vocabulary-parallel call.
 
 Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the same on all
-processes. So an error on one process is an error on all, and none of them waits in vain. On the CPU this is one small
+processes. An error on one process is therefore an error on all, and none of them hangs. On the CPU this is one small
 all-gather per call. For CUDA tensors it would make the host wait, so there the processes agree on a layout once.
 """
 
@@ -29,7 +29,7 @@ class _Call(threading.local):
 
 
 class _Said(NamedTuple):
-    """What a process says: integers, which one collective exchanges."""
+    """The message of a process: integers, exchanged by one collective."""
 
     failed: int
     start: int
@@ -103,12 +103,12 @@ def meet(op, group, shards: VocabShards, classes, target, same):
 
 
 def may_have_empty_shards(op, group, shards, classes):
-    """Whether some process of a call has no class; True if its processes have not met, under CUDA graph capture."""
+    """True if some process of a call has no class, or if its processes have not met, under CUDA graph capture."""
     return _agreed.get(group, {}).get((op, shards, classes), True)
 
 
 def options_of(input, weight, bias, memory_budget, **options):
-    """What has to be the same on all processes, of a call with an lm_head."""
+    """The values of a call with an lm_head that must be equal on all processes."""
     return {
         "number of rows": input.shape[0],
         "hidden size": input.shape[1],
@@ -123,7 +123,7 @@ def options_of(input, weight, bias, memory_budget, **options):
 
 
 def _plain(value):
-    """Of a tensor only whether it is given: its values are on a device."""
+    """An option as it is compared; for a tensor only that it is given, because its values are on a device."""
     return "given" if isinstance(value, torch.Tensor) else value
 
 
@@ -159,7 +159,7 @@ def _group_of(tensor, dim, group):
 
 
 def _tell(op, group, values, error):
-    """Lets the other processes raise, too. On CUDA they do not listen any more once they have agreed."""
+    """Makes the other processes raise as well. On CUDA they no longer wait for it once they have agreed."""
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
     if on_cuda and group in _agreed:
         return

@@ -67,7 +67,7 @@ class _Shard(NamedTuple):
         classes = logits.shape[1]
         present = (target >= 0) & (target < classes)
         ignored = target == _IGNORED
-        # The op needs a class for the rows whose target another process has.
+        # The op needs a class for rows that have their target on another process.
         rows = head.statistics(logits, torch.where(present | ignored, target, 0), *requested[:2])
         largest, total = rows.stats
         # Without a class that has probability here, the statistics are NaN.
@@ -120,7 +120,7 @@ class _Shard(NamedTuple):
         finite = torch.where(reference == -torch.inf, 0.0, reference)
         distance = self.largest - finite
         total = (distance.exp() * self.total).sum(0)
-        # Of the processes, without the log-sum-exp, which is rounded where logits are large.
+        # The shares of the processes, without the log-sum-exp, which is rounded where logits are large.
         log_share = torch.where(self.total == 0.0, -torch.inf, distance + self.total.log()) - total.log()
         logprobs = (self.logprobs + log_share).amax(0)
         entropy = argmax = total.new_empty(0)

@@ -55,7 +55,7 @@ class Rows:
 
     def stats(self, rows, logits):
         if self.classes == 0:
-            # Of no exponential: the largest logit is -inf, and sums are 0.
+            # Without classes the largest logit is -inf, and sums are 0.
             stats = torch.zeros(
                 3 + 2 * self.smoothing, len(logits), dtype=self.rule.wide, device=logits.device
             )

@@ -48,13 +48,13 @@ class Head(NamedTuple):
         return plan if plan.chunks else None
 
     def keeps_exponentials(self):
-        """Whether a forward keeps the exponentials of all rows for its backward: where they fit the memory budget."""
+        """True if a forward keeps the exponentials of all rows for its backward: where they fit the memory budget."""
         needed = exponentials_bytes(self.input.shape[0], rank_classes(self.vocab_size, self.group))
         return needed <= budget_or_default(self.memory_budget) and self.plan((True, True)) is not None
 
 
 def supports(bias, softcap, logits_dtype, log_sum_sq_probs=False, mean_logits=False):
-    """Whether the engine has the options of a call."""
+    """True if the engine has the options of a call."""
     return bias is None and softcap is None and logits_dtype is None and not (log_sum_sq_probs or mean_logits)
 
 
@@ -85,7 +85,7 @@ class Results(NamedTuple):
 
 
 class LogProbCall(ShardCall):
-    """What forward and backward share."""
+    """The state that forward and backward share."""
 
     def __init__(self, head: Head, plan, needs_grad, **memory):
         super().__init__(
@@ -192,7 +192,7 @@ def backward_plan(head: Head, needs_grad, with_entropy, keeps):
     plan = head.plan(needs_grad, memory_budget=budget)
     if with_entropy or plan is None:
         return plan
-    # The split-K of its input gradient, if that would have been one chunk, too.
+    # The split-K of its input gradient, if that would also have been one chunk.
     splits = plan.chunks[0].k_splits if len(plan.chunks) == 1 else 1
     return one_chunk(head.input.shape[0], splits)
 

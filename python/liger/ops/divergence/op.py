@@ -94,7 +94,7 @@ def _(grad_loss, student, *rest):
 
 
 def _gradient_in_forward(student, reduction):
-    """Whether the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy.op`."""
+    """True if the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy.op`."""
     possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
     return possible and not is_traced(student)
 
@@ -227,7 +227,7 @@ def jsd_divergence(beta):
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
-def _run(
+def _divergence(
     op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
     reduction,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def _kl_div(
     student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
     log_probs=False, ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
         temperature, log_probs, ignore_index, reduction,
     )  # fmt: skip
@@ -274,7 +274,7 @@ def _jsd_op(
     student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
         ignore_index, reduction,
     )  # fmt: skip
@@ -284,7 +284,7 @@ def _tvd_op(
     student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
         reduction,
     )  # fmt: skip

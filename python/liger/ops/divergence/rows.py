@@ -34,7 +34,7 @@ def _reverse_kl(d, p, q, beta):
 def _jsd(d, p, q, beta):
     beta = mixture_beta(beta, d.dtype)
     # log(max(p, q) / m) from the ratio of the smaller to the larger one: accurate for p near q, and finite.
-    # Not torch.where with two numbers, whose result has the default dtype.
+    # Not torch.where with two numbers: its result has the default dtype.
     smaller_weight = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
     log_larger = -torch.log1p(smaller_weight * torch.expm1(-d.abs()))
     p_term = _weighted(beta * p, torch.where(d > 0, log_larger, log_larger + d))

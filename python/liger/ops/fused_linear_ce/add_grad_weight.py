@@ -1,7 +1,7 @@
 """The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``: ``accumulate_grad_weight=True``.
 
 The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk adds to
-the sum (beta = 1). So the gradient has no memory of its own, and is rounded only as a term of a float32 sum.
+the sum (beta = 1). The gradient therefore has no memory of its own, and is rounded only as a term of a float32 sum.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def summed_weight(op, name, weight, accumulate_grad_weight):
 
 
 def ce_adding_grad_weight(loss, weight, input, target, bias, options):
-    """The loss of :func:`fused_linear_ce`, whose backward also adds the gradient of the weight to its float32 sum.
+    """The loss of :func:`fused_linear_ce`; its backward also adds the gradient of the weight to its float32 sum.
 
     Args:
         loss: of the detached weight.
@@ -157,7 +157,7 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options):
 def logprobs_adding_grad_weight(
     op, names, weight, outputs, input, target, bias, options, row_grads=(None, None)
 ):
-    """``outputs``, whose backward also adds the gradient of the weight to its float32 sum.
+    """``outputs``; their backward also adds the gradient of the weight to its float32 sum.
 
     Args:
         op, names: of the public function, and of its arguments.

@@ -30,7 +30,7 @@ _logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_
 
 def _fake_gradients(a):
     tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
-    # Of an argument that is None.
+    # The gradient of an argument that is None.
     likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
     return tuple(
         like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)

@@ -1,4 +1,4 @@
-"""Divergences between the outputs of two linear layers, in chunks of rows whose logits fit a memory budget.
+"""Divergences between the outputs of two linear layers, in chunks of rows with logits that fit a memory budget.
 
 The loss can include cross entropy of the same logits. docs/divergence.md defines every term.
 """
@@ -92,7 +92,7 @@ def fused_linear_distillation(
 # --- composites ---------------------------------------------------------------------------------------------------
 
 
-def _run(
+def _fused_linear_divergence(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
     temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _of_divergence(
     token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
 ):  # fmt: skip
     teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    return _run(
+    return _fused_linear_divergence(
         op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, *divergence,
         temperature, ignore_index, reduction, accum_dtype, memory_budget, name,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def _jsd(beta: float) -> tuple[str, float]:
 
 
 def _composite(op, divergence_of, default):
-    """The op of ``torch.ops.liger``, whose option behind the teacher selects the divergence."""
+    """The op of ``torch.ops.liger``; the option after the teacher selects the divergence."""
 
     def composite(
         input, weight, target=None, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None,
@@ -226,7 +226,7 @@ def fused_linear_kl_div(
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
         weight: (V, H), the dtype of input, like bias.
-        target: (...), int64 or int32: only rows whose target is not ignore_index count; None: all rows.
+        target: (...), int64 or int32: only rows with another target than ignore_index count; None: all rows.
         bias: (V,) or None.
         teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None, of one floating dtype: the
             hidden states and the lm_head of the teacher. The GEMM runs in their dtype.

@@ -27,7 +27,7 @@ _CE_GRADIENT_ROWS = 64
 
 
 class Terms(NamedTuple):
-    """The options of the loss of a row. A term whose factor, ``soft`` or ``hard``, is 0 is not computed."""
+    """The options of the loss of a row. A term is not computed if its factor, ``soft`` or ``hard``, is 0."""
 
     divergence: str
     beta: float
@@ -42,7 +42,7 @@ class Terms(NamedTuple):
 
     @property
     def has_separate_ce(self):
-        """Whether cross entropy uses another softmax than the distance, so that its gradient is computed separately."""
+        """True if cross entropy uses another softmax than the distance, so that its gradient is computed separately."""
         tempered = self.temperature != 1.0 and self.divergence != "cosine"
         return bool(self.soft and self.hard) and tempered
 

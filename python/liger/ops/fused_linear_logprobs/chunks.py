@@ -93,7 +93,7 @@ def fused_linear_logprobs_forward(a):
 
 
 class _KeptChunks(HeadChunks):
-    """:class:`HeadChunks` whose logits ``kept`` has."""
+    """:class:`HeadChunks` with the logits in ``kept``."""
 
     def _write_logits(self, at, logits):
         logits.copy_(self.kept[at, : logits.shape[1]])

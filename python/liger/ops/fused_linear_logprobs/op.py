@@ -241,12 +241,12 @@ def fused_linear_logprobs(
             dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), as weight.
-        ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
+        ignore_index: the target of ignored rows. Their log-probability and entropy are 0, without gradient.
         recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine takes the call
             (bfloat16 or float16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing.
             False: it keeps exponentials of any size, and where the engine does not take the call the logits, in the
             dtype of input or in logits_dtype; then ignored rows cost as much as others.
-        metrics: names among ``"entropy"``, which is differentiable, too, ``"argmax"``, ``"log_sum_sq_probs"`` and
+        metrics: names among ``"entropy"``, which is also differentiable, ``"argmax"``, ``"log_sum_sq_probs"`` and
             ``"mean_logits"``; :class:`LogProbs` describes each.
         group, vocab_start, vocab_size: as in :func:`liger.fused_linear_ce`. The budget must be the same on all
             processes. Ignored rows are not computed, so the host waits for their number, unless the wgmma engine runs.

@@ -108,7 +108,7 @@ def _is_aligned(elements, tensor):
 
 
 def _has_strides(matrix):
-    """Whether rows or columns are contiguous, and every row or column, and every matrix, begins at 16 bytes."""
+    """True if rows or columns are contiguous, and every row or column, and every matrix, begins at 16 bytes."""
     rows, columns = matrix.shape[-2:]
     row, column = matrix.stride()[-2:]
     row_major = column == 1 and row >= columns and _is_aligned(row, matrix)
@@ -122,7 +122,7 @@ def _has_strides(matrix):
 
 
 def _must_not_synchronise(rows, served):
-    """Whether the stream is captured and torch has no single kernel for these operands."""
+    """True if the stream is captured and torch has no single kernel for these operands."""
     if not rows.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
     one_kernel = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)

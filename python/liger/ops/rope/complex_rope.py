@@ -43,7 +43,7 @@ def complex_rope(
         q, k: (B, T, H, D) or, with ``unsqueeze_dim=1``, (B, H, T, D); otherwise as in :func:`liger.rope`.
         freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the elements from R on
             are copied. It gets no gradient. Absolute values other than 1 scale the result (attention scaling).
-        unsqueeze_dim: the dimension of the heads in q and k, 1 or 2. Unlike :func:`liger.rope`, whose default is 1, the
+        unsqueeze_dim: the dimension of the heads in q and k, 1 or 2. Unlike :func:`liger.rope` with its default 1, the
             default is 2: Llama 4 rotates before it transposes the heads.
         inplace: as in :func:`liger.rope`.
 

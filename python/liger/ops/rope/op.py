@@ -130,7 +130,7 @@ def _backward(ctx, grad_q_out, grad_k_out):
 
 
 def _rotated(op, ctx, q, k):
-    """q and k rotated by ``op``; None for one that is None or whose gradient is not needed."""
+    """q and k rotated by ``op``. An entry is None if its gradient is missing or not needed."""
     cos, sin = ctx.saved_tensors
     need_q = ctx.needs_input_grad[0] and q is not None
     need_k = ctx.needs_input_grad[1] and k is not None
@@ -166,7 +166,7 @@ class _Inplace(torch.autograd.Function):
 
 
 def _inplace_applies(q, k):
-    """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
+    """True if the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
     if not may_write_inputs(q, k):
         return False
     if torch.is_grad_enabled():

@@ -103,7 +103,7 @@ class _Backward:
         self.through_gate = self.need_grad_x or any(g.needed for pair in self.grads for g in pair)
 
     def is_empty(self):
-        """Whether no further gradient is needed."""
+        """True if no further gradient is needed."""
         return not (self.through_gate or self.grad_down_weight.needed)
 
     def _product(self, grad_y, down_weight, gate, up, hidden):
@@ -288,7 +288,7 @@ _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, 
 
 
 def _check_shards(x, gate_weight, num_shards):
-    """Raises ValueError for a number of shards out of range. The op refuses it, too, and an x of another size."""
+    """Raises ValueError for a number of shards out of range. The op also refuses it, and an x of another size."""
     tokens = x.shape[:-1].numel()
     if x.shape[-1:] == gate_weight.shape[-1:] and not 1 <= num_shards <= max(tokens, 1):
         raise ValueError(

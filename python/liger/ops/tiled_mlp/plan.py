@@ -51,8 +51,8 @@ class Tiles(NamedTuple):
     """The shards of one call.
 
     Attributes:
-        forward_rows: most rows of a shard in the forward.
-        shard_rows: most rows of a shard in the backward.
+        forward_rows: maximum number of rows of a shard in the forward.
+        shard_rows: maximum number of rows of a shard in the backward.
         kept_rows: the forward keeps gate and up of so many rows, the first ones.
         spare_rows: 0, or the rows of a spare buffer for the hidden gradient. Then the backward uses the memory of the
             kept activations for its temporaries and for the gradient of x (see :func:`lay_out`).
@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
     spare_rows: int = 0
 
     def has_one(self, rows):
-        """Whether a backward of so many rows is a single shard, which needs no sums of weight gradients."""
+        """True if a backward of so many rows is a single shard, which needs no sums of weight gradients."""
         return self.shard_rows >= rows and not self.spare_rows
 
 
@@ -87,7 +87,8 @@ def _ceil_div(a, b):
 
 
 def _equal_shard(rows, most):
-    """Rows per shard for the fewest equal shards of at most ``most`` rows: whole tiles if that needs no more shards."""
+    """Rows per shard for the minimum number of equal shards of at most ``most`` rows: whole tiles if that needs no more
+    shards."""
     shards = _ceil_div(rows, most)
     equal = _ceil_div(rows, shards)
     whole = _ceil_div(equal, TILE) * TILE
@@ -162,7 +163,7 @@ def block_columns(problem):
 
 
 def _one_shard_fits(problem, allowed):
-    """Whether a backward of one shard, which needs no sums, allocates at most ``allowed`` bytes beyond its results.
+    """True if a backward of one shard, which needs no sums, allocates at most ``allowed`` bytes beyond its results.
 
     Two comparisons instead of one with the maximum: with a dynamic number of tokens a maximum would add another guard
     to compiled code.

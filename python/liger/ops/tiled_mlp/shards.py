@@ -156,7 +156,7 @@ class SharedShardBuffers:
         return self._block(memory, start, step.stop - step.start, columns)
 
     def _overlaps_gate_up(self, shard):
-        """Whether the gradient of x of this shard overlaps the gate and up from which it is computed, as in the first
+        """True if the gradient of x of this shard overlaps the gate and up from which it is computed, as in the first
         shards."""
         return shard.stop * self.grad_x.shape[1] > self.planned[shard.start].gate_up
 

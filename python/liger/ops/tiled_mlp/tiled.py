@@ -125,7 +125,7 @@ class _Sharding:
         return output.reshape(-1, output.shape[-1])
 
 
-def _run(sharding, flats, shared, states):
+def _run_shards(sharding, flats, shared, states):
     """The output of all shards in one tensor. Appends the random state before each shard to ``states``, unless None."""
     result = None
     for shard in sharding.shards:
@@ -196,7 +196,7 @@ class _Tiled(torch.autograd.Function):
         # Not the parameters: hooks on saved tensors (checkpoint, save_on_cpu) would return copies of them.
         ctx.save_for_backward(*tensors[: count + len(names)])
         shared = dict(zip(names, tensors[count : count + len(names)], strict=True))
-        result = _run(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)
+        result = _run_shards(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)
         if not is_compiling() and any(autocast["enabled"] for autocast in ctx.autocast.autocasts):
             # The cached casts of parameters were made without grad mode. In torch 2.10 the next user of the parameters
             # would get these casts, and no gradient.
@@ -222,7 +222,7 @@ class _Tiled(torch.autograd.Function):
             )
         flats = [sharding.flat(t.detach()) for t in per_token]
         grad_output = sharding.flat(grad_output)
-        # new_empty of the upstream gradient: if that is batched (is_grads_batched), these must be, too.
+        # new_empty of the upstream gradient: if that is batched (is_grads_batched), these must also be.
         grads = [
             grad_output.new_empty(t.shape, dtype=t.dtype, device=t.device) if n else None
             for t, n in zip(flats, needed, strict=False)

@@ -101,7 +101,7 @@ def normalise_and_rotate(found, values, tables, unsqueeze):
 
     Args:
         found: the form and the layouts of the rotary function.
-        values: its arguments, of which at least one is a :class:`DeferredNorm`.
+        values: its arguments; at least one is a :class:`DeferredNorm`.
         tables: cos and sin.
     """
     form = found.form
@@ -130,7 +130,7 @@ def _function(form, count, unsqueeze, settings):
 
     def function(*given):
         tensors, weights, tables = given[:count], given[count : 2 * count], given[2 * count :]
-        # Of one tensor: the keys have no heads.
+        # Only one tensor is rotated: the keys have no heads.
         k_weight = weights[1] if count == 2 else None
 
         def op(q, k, cos, sin, heads, interleaved):

@@ -1,4 +1,4 @@
-"""Attention whose norms of queries and keys and rotation are one op: the patched class, and the trial that finds it.
+"""Attention with one op for the norms of queries and keys and the rotation: the patched class, and its trial.
 
 The trial runs the forward with stand-ins for its submodules: as it is, with norms and rotation as single ops, and with
 :class:`DeferredNorm` for the results of the norms.
@@ -23,7 +23,7 @@ from .rotary import RopeRecipe, renamed
 
 @dataclass(frozen=True)
 class QKNormRopeRecipe:
-    """An attention whose rotary functions (``calls``, as in RopeRecipe) compute the norms of these names as well."""
+    """An attention where the rotary functions (``calls``, as in RopeRecipe) also compute the norms of these names."""
 
     calls: tuple
     norms: tuple
@@ -206,7 +206,7 @@ class _Trial:
         return self.uses[name] and set(self.uses[name]) == {"heads"}
 
     def _agrees(self, names, case):
-        """Whether the results agree in both dtypes, and the rotation has computed the norms."""
+        """True if the results agree in both dtypes, and the rotation has computed the norms."""
         ours = _deferring(self.forward, self.recipe.calls, names)
         single = renamed(self.forward, self.recipe.calls)
         for dtype in (torch.float32, torch.bfloat16):

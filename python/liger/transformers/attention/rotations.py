@@ -39,7 +39,7 @@ class Rotation:
 
     @property
     def is_of_heads(self):
-        """Whether the op gets whole heads in their own order, so that it may normalise them before."""
+        """True if the op gets whole heads in their own order, so that it may normalise them before."""
         return not self.tail and self.pairing != "split"
 
     def rotate(self, tensors, tables, unsqueeze, op=rope):
@@ -131,7 +131,7 @@ def _heads_dim(q, table, unsqueeze):
 
 
 def _like(tensors, table, heads):
-    """Whether all tensors differ from the first one in the number of heads only, and none alone is a DTensor."""
+    """True if all tensors differ from the first one in the number of heads only, and none alone is a DTensor."""
     q = tensors[0]
 
     def shape(t):

@@ -20,7 +20,7 @@ class Agreement:
 
     @property
     def is_first(self):
-        """Whether this process prints for all of them."""
+        """True if this process prints for all of them."""
         return not _initialised() or dist.get_rank(self._given) == 0
 
     def largest(self, numbers):

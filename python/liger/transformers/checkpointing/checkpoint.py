@@ -41,8 +41,8 @@ def checkpoint(
     :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
 
     Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP, ``deepspeed.initialize``), and
-    before ``torch.compile``, whose code neither measures nor changes the plan. Models without layers of transformers
-    must be patched first. ``liger.unpatch`` ends it, too.
+    before ``torch.compile``: compiled code neither measures nor changes the plan. Models without layers of transformers
+    must be patched first. ``liger.unpatch`` also ends it.
 
     Args:
         model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of layers.
@@ -53,7 +53,7 @@ def checkpoint(
             restores the checkpointing that the model had before, or that other code has turned on or off since.
         tokens: the tokens of the longest step that will come, padding included, on any rank. None: the longest step so
             far.
-        group: the process group whose ranks run this model, which must agree on a plan. None: all processes.
+        group: the process group that runs this model and must agree on a plan. None: all processes.
 
     Returns:
         The same model.
@@ -227,7 +227,7 @@ class Planner:
         return any(p.grad is not None for p in self.trained)
 
     def _has_grown(self, phase, now):
-        """Whether more memory is allocated than at the start of the last step of this phase."""
+        """True if more memory is allocated than at the start of the last step of this phase."""
         growth = now - self.phase_start.get(phase, now)
         return growth > self.plan.cost(1) * _LEAST_GROWTH
 

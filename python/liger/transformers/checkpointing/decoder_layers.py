@@ -96,7 +96,7 @@ class Switches:
 
     @property
     def has_wrapped(self):
-        """Whether the layers are none of transformers."""
+        """True if the layers are none of transformers."""
         return bool(self._wrapped)
 
     def turn(self, kept):
@@ -118,7 +118,7 @@ class Switches:
 
     def _set(self, module, function, flag=True):
         self._note(module)
-        # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
+        # Not setattr: its checks for parameters and modules cost more than the rest of the planner.
         vars(module)[FLAG], vars(module)[FUNCTION] = self._ours[module] = flag, function
 
     def _note(self, module):
@@ -157,7 +157,7 @@ def _checkpointing_of(module):
 
 
 def _hides_steps(function):
-    """Whether hooks of a layer run without gradients in this function, as in a forward that is no step."""
+    """True if hooks of a layer run without gradients in this function, as in a forward that is no step."""
     return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 

@@ -1,6 +1,6 @@
-"""What autograd saves in the decoder layers of a patched model, in bytes per token, from the modules alone.
+"""Bytes per token that autograd saves in the decoder layers of a patched model, from the modules alone.
 
-Counted are tensors whose size grows with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
+Counted are tensors that grow with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
 and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of its sums
 (FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
 """

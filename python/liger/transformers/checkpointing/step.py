@@ -24,7 +24,7 @@ class Step:
     forward_bytes: int | None = None
     # Allocated bytes after the first forward; the peak of the step cannot be below.
     after_forward: int = 0
-    # Whether the backward has started; whether the peak includes other work.
+    # The backward has started. The peak includes other work.
     backward: bool = False
     is_disturbed: bool = False
     # Weak references to the hooks of the outputs, which exist as long as their graphs.
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def is_over(self):
-        """Whether the backward has started, or the results of all forwards are gone, by an error for example."""
+        """True if the backward has started, or the results of all forwards are gone, by an error for example."""
         return self.backward or not any(graph() is not None for graph in self.graphs)
 
 

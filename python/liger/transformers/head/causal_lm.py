@@ -1,9 +1,9 @@
-"""Recognition of models whose lm_head can compute the loss.
+"""Recognition of models where the lm_head can compute the loss.
 
 The trial calls the forward of the model between stand-ins for its other modules, which return artificial hidden states,
 and an artificial head, and observes what reaches the loss function. Then it calls it again with a head that computes
 the loss, and both must agree in the loss and in its gradient: in evaluation, in training and with every argument below.
-What the model does before the head does not matter, because a patched model does it, too.
+What the model does before the head does not matter, because a patched model also does it.
 """
 
 import copy
@@ -28,7 +28,7 @@ logger = logging.getLogger("liger.transformers")
 
 HIDDEN, CLASSES, TOKENS = 16, 20, 5
 
-# Of the weight of an artificial head: 256 MiB.
+# The maximum size of an artificial head's weight: 256 MiB.
 MOST_ELEMENTS = 1 << 26
 
 CHANGED = "between head and loss it changes the logits, or it computes its loss in another way"
@@ -84,7 +84,7 @@ class _BackboneOutput(MoeModelOutputWithPast):
 
 
 class _Stub:
-    """Stand-in for a module beside the head: its plain attributes, but artificial results.
+    """Stand-in for a module other than the head: its plain attributes, but artificial results.
 
     It returns hidden states unchanged, and for every other input new hidden states.
     """
@@ -283,7 +283,7 @@ class _Trial:
         return {**found, "shift_labels": {"shift_labels": self.shifted}} if shift else found
 
     def _passes(self, name, arguments):
-        """Whether this keyword of the model reaches the loss function."""
+        """True if this keyword of the model reaches the loss function."""
         try:
             _, given, _, _ = self._observe(**arguments)
         except trials.ERRORS:
@@ -294,7 +294,7 @@ class _Trial:
         """The recipe if the loss and its gradient agree with the model for every argument, else a reason."""
         for training, (_, _, loss, grad) in zip((False, True), seen, strict=True):
             try:
-                actual = self._run(recipe, {}, training)
+                actual = self._patched_loss(recipe, {}, training)
             except trials.ERRORS:
                 return READS
             if not _same(actual, (loss, grad)):
@@ -305,7 +305,7 @@ class _Trial:
             except trials.ERRORS:
                 # The model does not take this argument, or needs a real backbone for it.
                 continue
-            if len(given) != 1 or not _same(self._run(recipe, arguments, True), expected):
+            if len(given) != 1 or not _same(self._patched_loss(recipe, arguments, True), expected):
                 return f"with {' and '.join(arguments)} it computes another loss than its head would"
         return recipe
 
@@ -353,7 +353,7 @@ class _Trial:
             return calls, [], None, None
         return calls, given, loss, torch.autograd.grad(loss, self.hidden)[0]
 
-    def _run(self, recipe, arguments, training):
+    def _patched_loss(self, recipe, arguments, training):
         """(loss, gradient of the hidden states) with a head that computes the loss."""
         keywords = {name: arguments[name] for name in recipe.keywords if name in arguments}
         labels = arguments.get("labels", self.labels)
@@ -405,7 +405,7 @@ class _Trial:
 
 
 def _is_view(target, labels):
-    """Whether two tensors have the same elements in the same memory."""
+    """True if two tensors have the same elements in the same memory."""
     return target.numel() == labels.numel() and target.data_ptr() == labels.data_ptr()
 
 
@@ -414,7 +414,7 @@ def _loss_of(output):
 
 
 def _same(actual, expected):
-    """Whether two pairs (loss, gradient of the hidden states) agree."""
+    """True if two pairs (loss, gradient of the hidden states) agree."""
     (loss, grad), (expected_loss, expected_grad) = actual, expected
     if loss.shape != expected_loss.shape or not torch.allclose(loss, expected_loss, rtol=1e-5):
         return False

@@ -1,4 +1,4 @@
-"""What a head returns in place of logits, where the forward of the model calls torch's cross entropy itself.
+"""Stand-ins for logits that a head returns where the forward of the model calls torch's cross entropy itself.
 
 Encoder-decoders and masked language models do so: ``CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))``. Their
 head computes the loss within its call, as in models with a loss function (head/loss.py), and returns a
@@ -26,7 +26,7 @@ _MESSAGE = (
 
 @dataclass(eq=False)
 class DeferredLogits:
-    """Logits of which only the cross entropy is known.
+    """Stand-in for logits: only their cross entropy is known.
 
     Args:
         call: the :class:`LossCall` of the model.

@@ -1,4 +1,4 @@
-"""One call of a patched model whose lm_head computes the loss: the labels, and then the loss.
+"""One call of a patched model with an lm_head that computes the loss: the labels, and then the loss.
 
 A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is computed
 inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered the weight.
@@ -24,7 +24,7 @@ logger = logging.getLogger("liger.transformers")
 
 
 class ActiveCall(threading.local):
-    """The innermost call of a patched model in this thread whose head computes the loss; None if there is none."""
+    """The innermost call in this thread of a patched model with a head that computes the loss; None without one."""
 
     def __init__(self):
         # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
@@ -39,7 +39,7 @@ class LossCall:
 
     Args:
         owner: the model.
-        heads: the linear layers, one of which the model calls as its head.
+        heads: the linear layers; the model calls one of them as its head.
         labels, keywords: arguments of the call.
         recipe: the :class:`CausalLMRecipe` of the model.
     """
@@ -51,7 +51,7 @@ class LossCall:
         self.shared = (None, None)
         # The mesh of the DTensor in which a sharded head returned copies of the loss.
         self.mesh = None
-        # Whether the cross entropy that the forward calls has read the loss.
+        # True if the cross entropy that the forward calls has read the loss.
         self.is_read = False
 
     def lookup(self, embedding, ids):
@@ -66,7 +66,7 @@ class LossCall:
                 return lookup_adding_gradient(embedding, ids)
             self._refuse_gradient_beside_the_sum(embedding)
             return None
-        # What is traced gets two gradients, which the compiler adds.
+        # Traced code gets two gradients, which the compiler adds.
         if self.shared[0] is not None or not tied or is_traced(embedding.weight):
             return None
         rows, stand_in = lookup(embedding, ids)
@@ -93,7 +93,7 @@ class LossCall:
 
     @staticmethod
     def reaches(head):
-        """Whether the active call has this head and no loss yet."""
+        """True if the active call has this head and no loss yet."""
         call = active.call
         return call is not None and call.loss is None and any(own is head for own in call.heads)
 
@@ -128,7 +128,7 @@ class LossCall:
 
     @staticmethod
     def output_of_head(loss, hidden):
-        """What the head returns as the loss: a DTensor if the hooks of tensor parallelism made one of its input."""
+        """The head's output for a loss: a DTensor if the hooks of tensor parallelism made one of its input."""
         if not is_dtensor(hidden):
             return loss
         active.call.mesh = hidden.device_mesh
@@ -136,7 +136,7 @@ class LossCall:
 
     @staticmethod
     def result_of_call(output):
-        """What a call of the head returns: its output, or the logits that a forward gives to torch's cross entropy."""
+        """The result of a call of the head: its output, or the logits that a forward gives to torch's cross entropy."""
         call = active.call
         if (
             call is None
@@ -149,7 +149,7 @@ class LossCall:
         return call.logits
 
     def has_loss_in(self, logits):
-        """Whether the output of the head, perhaps transformed, is the loss."""
+        """True if the output of the head, perhaps transformed, is the loss."""
         return self.loss is not None and logits.numel() in (1, 1 if self.mesh is None else self.mesh.size())
 
     def _compute(self, hidden, weight, bias, low_rank):

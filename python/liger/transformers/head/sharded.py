@@ -1,4 +1,4 @@
-"""An lm_head whose weight is sharded over the processes of a tensor-parallel group.
+"""An lm_head with a weight that is sharded over the processes of a tensor-parallel group.
 
 torch's ``parallelize_module`` makes weight and bias DTensors; hooks of the layer make a DTensor of the input, and
 redistribute the output. transformers does this in a forward of the instance, with local tensors where gradients are
@@ -28,8 +28,8 @@ def _is_of_transformers(function):
 
 
 def is_tensor_parallel(head):
-    """Whether torch or transformers sharded this layer for tensor parallelism. A DTensor alone does not say so: outside
-    of the forward of their unit, the parameters of ``fully_shard`` are DTensors, too."""
+    """True if torch or transformers sharded this layer for tensor parallelism. A DTensor alone does not say so: outside
+    of the forward of their unit, the parameters of ``fully_shard`` are also DTensors."""
     return (
         getattr(head, "_distribute_module_applied", False)
         or hasattr(head.__dict__.get("forward"), "liger_replaced")
@@ -44,7 +44,7 @@ def _has_hooks_of_transformers(head):
 
 
 def _shards_classes(tensor, gathered):
-    """Whether each process has one block of the rows of a DTensor.
+    """True if each process has one block of the rows of a DTensor.
 
     ``gathered``: False outside of the forward of a unit of ``fully_shard``, which has sharded the tensor along the
     dimensions of the mesh before the last one.
@@ -81,7 +81,7 @@ def why_from_logits(head, weight, bias, recipe, gathered=True):
     if recipe.classes is not None:
         return f"it cuts off the logits of some classes, which its head shards{FROM_LOGITS}"
     if recipe.added is not None:
-        return f"it adds {recipe.added} to the logits, of which its head shards the classes{FROM_LOGITS}"
+        return f"it adds {recipe.added} to the logits, and its head shards their classes{FROM_LOGITS}"
     if recipe.accumulate_grad_weight:
         return f"accumulate_grad_weight does not support a head that shards its classes{FROM_LOGITS}"
     return None

@@ -29,7 +29,7 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 ALPHA_NAMES = ("alpha", "swiglu_alpha")
 LIMIT_NAMES = ("limit", "swiglu_limit")
 COUNT_NAMES = ("num_experts", "num_local_experts")
-# Implementations that transformers chooses itself; a model with another one has it by the wish of its user.
+# Implementations that transformers chooses itself; any other value was set by the user.
 DEFAULTS = (None, "eager", "grouped_mm", "batched_mm", "liger")
 IMPLEMENTATION = "_experts_implementation"
 _RECIPE = "_liger_experts"
@@ -63,7 +63,7 @@ class ExpertsRecipe:
             alpha=self.alpha,
             limit=self.limit,
         )
-        # Under autocast the original returns the dtype of its input, too.
+        # Under autocast the original also returns the dtype of its input.
         return y.to(hidden_states.dtype)
 
     def unused_because(self, module):
@@ -73,7 +73,7 @@ class ExpertsRecipe:
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
     def takes(self, module, hidden_states, top_k_index):
-        """Whether the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain tensors."""
+        """True if the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain tensors."""
         parameters, device = self.parameters(module), hidden_states.device.type
         dtypes = {p.dtype for p in parameters}
         return (
@@ -138,7 +138,7 @@ def _is_asked(activation, activations):
 
 
 def _layout(module):
-    """Whether the weights are transposed, (E, inputs, outputs); None if they fit neither layout."""
+    """True if the weights are transposed, (E, inputs, outputs); None if they fit neither layout."""
     # Under ZeRO-3 a parameter is empty, and its shape is an attribute.
     shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in map(module._parameters.get, WEIGHTS)]
     if any(len(shape) != 3 for shape in shapes):

@@ -11,7 +11,7 @@ from torch._C import _AutoDispatchBelowAutograd
 from ..._core.op.autograd import differentiable_once, is_traced, may_write_saved, non_overlapping
 from ..recipe.reuse import is_plain_linear
 
-# Activations whose value in the backward kernel has the bits of that in the forward kernel.
+# Activations with the same bits in the backward kernel as in the forward kernel.
 SAME_VALUE_IN_BACKWARD = ("silu", "gelu")
 
 
@@ -94,7 +94,7 @@ class Form:
 
 
 def applies(layer, gate_up):
-    """Whether :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear layer."""
+    """True if :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear layer."""
     return (
         is_plain_linear(layer, gate_up[0])
         and layer.weight.requires_grad

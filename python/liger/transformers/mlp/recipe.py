@@ -39,7 +39,7 @@ DROPS = "its dropout has a rate above 0 or hooks, which the op would not apply"
 
 
 def _drops(module, names):
-    """Whether one of these dropouts drops anything in training, or has hooks: an op calls none of them."""
+    """True if one of these dropouts drops anything in training, or has hooks: an op calls none of them."""
     return any(getattr(module, name).p > 0 or is_hooked(getattr(module, name)) for name in names)
 
 
@@ -58,14 +58,14 @@ def _form(activation, packed):
 class MLPRecipe:
     """``down_proj(activation(gate) * up)``, from two projections or, packed, from one.
 
-    dropouts: names of submodules, whose rate was 0 in the trial.
+    dropouts: names of submodules that had rate 0 in the trial.
     """
 
     inputs: tuple
     act_name: str
     activation: str
     inplace: bool
-    # Whether the backward recomputes the product of gate and up.
+    # True if the backward recomputes the product of gate and up.
     recompute: bool = False
     dropouts: tuple = ()
 
@@ -103,7 +103,7 @@ class MLPRecipe:
                 op = _form(self.activation, self.packed).product
                 recomputed.register(lambda *tensors: (op(*tensors),), gate_up, (product,))
                 return module.down_proj(product)
-        # Only this call refers to the product, too.
+        # Only this call refers to the product as well.
         return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 
     def members(self, original):

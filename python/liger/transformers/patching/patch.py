@@ -66,7 +66,7 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         swiglu: MLPs, and the experts of a mixture, of the form ``down(silu(gate) * up)``, default True.
         geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         relu_squared: the activation ``relu(x)^2``, default True.
-        gelu: GELU activations whose code has several operations, by torch's one kernel, default True.
+        gelu: GELU activations with several operations in their code, by torch's one kernel, default True.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
             ``fused_linear_cross_entropy=False``.
         fused_linear_cross_entropy: the loss without logits, default True.

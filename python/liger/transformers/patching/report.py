@@ -18,7 +18,7 @@ from ..recipe.rename import globals_used
 
 # Attribute of a module with the reason why it was not patched; copies and wrappers of the model preserve it.
 LEFT = "_liger_left"
-# Attribute of a module with the kind of a replacement whose option is False.
+# Attribute of a module with the kind of a replacement that its option turned off.
 NOT_ASKED = "_liger_not_asked"
 
 # The kind of a replacement in the words of a user.
@@ -62,7 +62,7 @@ class PatchReport:
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement.
         classes: module name -> name of the class, of the modules in ``left``.
-        recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
+        recomputed: names of the decoder layers that recompute cheap outputs in the backward (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
         not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
     """
@@ -136,7 +136,7 @@ def _counted(items):
 def patch_report(model: nn.Module) -> PatchReport:
     """The current :class:`PatchReport` of a model or of any other module; empty if no module is patched.
 
-    A module whose patched forward was replaced afterwards (by a TRL trainer, for example) is reported as left.
+    A module with a patched forward that was replaced afterwards (by a TRL trainer, for example) is reported as left.
 
     Args:
         model: any module; one that contains patched modules (PEFT, DDP) reports those.
@@ -176,7 +176,7 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def covered_parts(module, recipe):
-    """Submodules whose computation is a part of what the recipe replaces."""
+    """Submodules that the recipe replaces as a part of the module."""
     if isinstance(recipe, MLPRecipe):
         yield getattr(module, recipe.act_name, None)
 

@@ -28,7 +28,7 @@ def require_module(function, model):
 
 @functools.cache
 def _metaclass(base):
-    """The metaclass of patched classes whose original has the metaclass ``base``."""
+    """The metaclass of patched classes of an original with the metaclass ``base``."""
 
     def __instancecheck__(cls, instance):
         # Layers of one class may have different recipes, or none. Wrapping policies (FSDP, activation checkpointing)
@@ -117,7 +117,7 @@ def overriding_forward(module):
 
 
 def is_hooked(activation):
-    """Whether an activation is a module with hooks, which an op that contains the activation would not call.
+    """True if an activation is a module with hooks, which an op that contains the activation would not call.
 
     Those of ZeRO-3 do not count, since an activation has no weight to be gathered.
     """
@@ -149,7 +149,7 @@ def _name_of_unknown(*tables):
 
 
 def is_called_plainly(module, x, in_call=False):
-    """Whether a call of the module with x does no more than its forward: hooks gather weights and record results.
+    """True if a call of the module with x does no more than its forward: hooks gather weights and record results.
 
     The hooks of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); the hooks
     of accelerate do nothing where the weights are on the device of x.
@@ -169,7 +169,7 @@ def _has_hooks_of_zero_alone(module):
 
 
 def _stays_gathered(module):
-    """Whether ZeRO-3 keeps the weights of a module gathered between its calls, as it does small ones (``ds_persist``,
+    """True if ZeRO-3 keeps the weights of a module gathered between its calls, as it does small ones (``ds_persist``,
     by stage3_param_persistence_threshold)."""
     given = [(name, p) for name, p in module._parameters.items() if p is not None]
     if not all(getattr(p, "ds_persist", False) for _, p in given):

@@ -61,7 +61,7 @@ class _Kept:
 
 
 class _Computation:
-    """A call of an op whose results autograd references instead of saving them.
+    """A call of an op; autograd references its results instead of saving them.
 
     Several nodes may reference the results (the projections of q, k and v). The first one to run recomputes them, and
     the last one drops them.
@@ -111,7 +111,7 @@ class _Output:
         self.dtype, self.numel, self.version = tensor.dtype, tensor.numel(), tensor._version
 
     def is_memory_of(self, tensor):
-        """Whether a tensor at the address of this output has all of its elements, unchanged."""
+        """True if a tensor at the address of this output has all of its elements, unchanged."""
         return (
             not self.storage.expired()
             and tensor.numel() == self.numel
@@ -168,7 +168,7 @@ def _unpack(saved):
 
 
 def is_active():
-    """Whether the outputs of ops are to be registered: inside :func:`recomputing`, not traced."""
+    """True if the outputs of ops are to be registered: inside :func:`recomputing`, not traced."""
     return not is_compiling() and _local.outputs is not None
 
 
@@ -204,7 +204,7 @@ def _register(function, inputs, outputs):
 
 
 def _applies():
-    """Whether autograd records, and only autograd: neither transforms nor other hooks that decide what is saved.
+    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is saved.
 
     Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would disable them.
     """
@@ -253,7 +253,7 @@ def counting(pack):
 
 
 def is_recomputed(tensor):
-    """Whether the backward of the running layer recomputes a tensor that autograd wants to save."""
+    """True if the backward of the running layer recomputes a tensor that autograd wants to save."""
     return _local.outputs is not None and _found(tensor) is not None
 
 
@@ -273,7 +273,7 @@ def recomputing(function):
 
 @dataclass(frozen=True)
 class RecomputeRecipe:
-    """A decoder layer whose forward does not change otherwise."""
+    """A decoder layer with an otherwise unchanged forward."""
 
     kind = None
     recompute = True
@@ -283,5 +283,5 @@ class RecomputeRecipe:
 
 
 def recomputes(module):
-    """Whether the backward of a patched module recomputes outputs."""
+    """True if the backward of a patched module recomputes outputs."""
     return bool(getattr(getattr(type(module), "_liger_recipe", None), "recompute", False))

@@ -27,7 +27,7 @@ def rename_global(function, old, new):
     """A copy of the function, and of those that it wraps, with the global ``old`` renamed to ``new``.
 
     Raises:
-        ValueError: the code also has an attribute named ``old``, which would be renamed, too.
+        ValueError: the code also has an attribute named ``old``, which would also be renamed.
     """
     return _renamed(function, old, new, ("LOAD_GLOBAL",))
 
@@ -41,7 +41,7 @@ def rename_attribute(function, old, new):
     """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of ``old``.
 
     Raises:
-        ValueError: the code uses the name in another way, too: as a global, or it sets the attribute.
+        ValueError: the code also uses the name in another way: as a global, or it sets the attribute.
     """
     return _renamed(function, old, new, _ATTRIBUTES)
 
@@ -99,7 +99,7 @@ def _names(code, *opnames):
     return names.union(*(_names(c, *opnames) for c in code.co_consts if isinstance(c, CodeType)))
 
 
-# Instructions whose names are in co_names: globals, attributes, modules.
+# Instructions with names in co_names: globals, attributes, modules.
 _BY_NAME = {dis.opname[number] for number in dis.hasname}
 
 

@@ -13,8 +13,8 @@ from ..._core.modules.hooks import hooks_of
 from ..._core.modules.linear_layers import moves_nothing, overrides_forward
 from ..._core.op.autograd import is_traced, may_write_saved
 
-# Of weights that a node may save and read again in its backward. During the forward, FSDP1 has tensors in place of the
-# parameters: views of the gathered ones.
+# Types of weights that a node may save and read again in its backward. During the forward, FSDP1 replaces the
+# parameters by tensors, views of the gathered parameters.
 _PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
 
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
@@ -97,7 +97,7 @@ def _add_to_rows(total, grads, ids, padding_idx):
 
 
 def can_share(embedding, head):
-    """Whether embedding and head share a plain weight, which no hook gathers or replaces in between, or ZeRO-3 does.
+    """True if embedding and head share a plain weight, which no hook gathers or replaces in between, or ZeRO-3 does.
 
     Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
@@ -128,7 +128,7 @@ def weight_of_head(stand_in, weight):
 
 
 def lookup_adding_gradient(embedding, ids):
-    """The output of the embedding, whose backward adds the gradient to the float32 sum of the weight's gradients."""
+    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight's gradients."""
 
     def add(total, weight, saved, grads):
         _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
@@ -162,7 +162,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _LinearOver(torch.autograd.Function):
-    """``linear(x, weight, bias)`` whose backward overwrites x with its gradient, unless the graph is retained."""
+    """``linear(x, weight, bias)`` with a backward that overwrites x with its gradient, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -187,7 +187,7 @@ class _LinearOver(torch.autograd.Function):
 def linear_over(layer, x):
     """``layer(x)``; the backward may overwrite x, so the caller must have no other use of it.
 
-    A layer that is not a plain nn.Linear, has hooks (global ones, too), or has a small input, is called unchanged.
+    A layer that is not a plain nn.Linear, has hooks (also global hooks), or has a small input, is called unchanged.
     """
     if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
         return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
@@ -195,7 +195,7 @@ def linear_over(layer, x):
 
 
 def is_plain_linear(layer, x):
-    """Whether ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is recorded."""
+    """True if ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is recorded."""
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and _has_plain_weight(layer)
@@ -214,7 +214,7 @@ def _has_plain_weight(layer):
 
 
 def _autocast_casts(layer, x):
-    """Whether autocast makes copies of weight or bias, which it keeps for other calls of the layer."""
+    """True if autocast makes copies of weight or bias, which it keeps for other calls of the layer."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return False

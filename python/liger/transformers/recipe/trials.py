@@ -38,7 +38,7 @@ def without_modes():
 
 
 def no_trial(module, error):
-    """The reason for a module whose forward raises an error in its trial."""
+    """The reason for a module that raises an error in its trial."""
     # The error message is about the stand-in, not about the model, so it is logged only.
     logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
     return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
@@ -108,7 +108,7 @@ def one_tensor(expected, training):
 
 
 def result_of(module, stand_in, *args):
-    """What the stand-in of a module computes from these arguments, or the reason why that says nothing, as text."""
+    """The result of a module's stand-in for these arguments, or the reason why it says nothing, as text."""
     try:
         return one_tensor(*in_both_modes(stand_in, *args))
     except ERRORS as error:
@@ -149,7 +149,7 @@ GRADIENT_TOLERANCE = 16
 
 
 def same_gradients(ours, theirs, *inputs):
-    """Whether two functions of the inputs give the same gradients, apart from rounding.
+    """True if two functions of the inputs give the same gradients, apart from rounding.
 
     The first input has the scales of :class:`Random` along its first dimension; inputs may be None.
     """
