@@ -270,7 +270,7 @@ def add_gradients(call, index, chunk, part, group):
     if part.numel() and dist.get_world_size(group) > 1:
         dist.all_reduce(part, group=group)
     call.add_grad_weight(index)
-    # That GEMM has read the gathered rows.
+    # The GEMM above has read the gathered rows.
     if part.numel():
         call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
 

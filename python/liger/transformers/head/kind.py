@@ -69,7 +69,7 @@ def _is_lora_layer(module):
 
 
 def reads_lora(layer):
-    """Whether logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
+    """True if logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
 
     False for variants (DoRA and others), for quantised or sharded weights and for layers with hooks.
     """

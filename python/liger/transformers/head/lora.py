@@ -1,4 +1,4 @@
-"""The loss of an lm_head with low-rank adapters (LoRA) whose first products are known: logits ``x W^T + down up^T``.
+"""The loss of an lm_head with low-rank adapters (LoRA), from their first products: logits ``x W^T + down up^T``.
 
 ``down`` has r columns: the output of the adapters' first matrices, scaled. PEFT computes it, with dropout and hooks,
 and may have several adapters.
@@ -50,7 +50,7 @@ def low_rank_ce(
 
     Args:
         x: (N, H) and weight: (V, H), of one dtype, unless autocast casts them.
-        down: (N, r) and up: (V, r), of any dtype; they are rounded to that of x, and their gradients are not.
+        down: (N, r) and up: (V, r), of any dtype; they are rounded to the dtype of x, and their gradients are not.
         target: (N,) class indices.
         bias: (V,) or None.
         denominator: a number or a scalar tensor in place of the number of valid rows.
