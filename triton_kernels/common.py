@@ -1,7 +1,7 @@
 """Helpers of all Triton twins: dtype checks, row strides, tiles, launch sizes.
 
-A row is the last dimension of a tensor. A kernel takes a pointer and one row stride, so the rows must be dense and
-evenly spaced. Other inputs are copied before the launch, other outputs after it.
+A row is the last dimension of a tensor. A kernel takes a pointer and one row stride, so the rows must be
+dense and evenly spaced. Other inputs are copied before the launch, other outputs after it.
 """
 
 import functools
@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .._core.runtime.environment import triton_interpreted
 
-# Elements of an elementwise tile: 8 per thread with 4 warps. The time of the interpreter is per tile, not per element.
+# Elements of an elementwise tile: 8 per thread with 4 warps. The time of the interpreter is per tile, not per
+# element.
 _TILE = 16384 if triton_interpreted() else 1024
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -88,8 +89,8 @@ def _sm_count(device):
 
 
 def sm_count(tensor):
-    """Number of SMs of the device of a tensor. 2 under the interpreter, so that programs of small tests get several
-    rows."""
+    """Number of SMs of the device of a tensor. 2 under the interpreter, so that programs of small tests get
+    several rows."""
     return _sm_count(tensor.device) if tensor.is_cuda else 2
 
 
@@ -99,7 +100,8 @@ def _shared_memory_per_sm(device):
 
 
 def shared_memory_per_sm(tensor):
-    """Bytes of shared memory per SM of the device of a tensor; for CPU tensors the smallest of all supported GPUs."""
+    """Bytes of shared memory per SM of the device of a tensor; for CPU tensors the smallest of all supported
+    GPUs."""
     return _shared_memory_per_sm(tensor.device) if tensor.is_cuda else 102400
 
 
@@ -112,7 +114,8 @@ def elementwise_tile(n_rows, n_cols):
 
 @triton.jit
 def tile_at(index, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """(row offsets [BLOCK_ROWS, 1], column offsets [1, BLOCK_COLS], mask) of a tile; tiles are in row-major order."""
+    """(row offsets [BLOCK_ROWS, 1], column offsets [1, BLOCK_COLS], mask) of a tile; tiles are in row-major
+    order."""
     tiles_per_row = tl.cdiv(n_cols, BLOCK_COLS)
     rows = (index // tiles_per_row).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = (index % tiles_per_row) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -124,6 +127,6 @@ def warps_for(elements):
     return min(max(elements // 512, 4), 32)
 
 
-# Triton launches on the current device. This context manager makes the device of a tensor current; it has no effect
-# for CPU tensors.
+# Triton launches on the current device. This context manager makes the device of a tensor current; it has no
+# effect for CPU tensors.
 on_device_of = torch.cuda.device_of

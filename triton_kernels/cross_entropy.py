@@ -1,6 +1,8 @@
-"""Cross entropy of logits: launchers, and the backward kernel. The forward row kernel is in :mod:`.cross_entropy_rows`.
+"""Cross entropy of logits: launchers, and the backward kernel. The forward row kernel is in
+:mod:`.cross_entropy_rows`.
 
-backward_kernel: one program per row; it reads the logits once and computes probabilities from the saved statistics.
+backward_kernel: one program per row; it reads the logits once and computes probabilities from the saved
+statistics.
 """
 
 import torch
@@ -67,11 +69,12 @@ def backward_kernel(
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _forward(gradient, logits, target, options, metrics):
-    """(*reduced results, stats, denominator). Also writes ``gradient``, which may be the logits, unless it is None."""
+    """(*reduced results, stats, denominator). Also writes ``gradient``, which may be the logits, unless it is
+    None."""
     options.check("cross_entropy", logits, target)
     require_dtype("cross_entropy", "logits", logits)
     rule = Rule.of_options("cross_entropy", logits.shape[1], target, options)

@@ -1,10 +1,11 @@
-"""The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every term.
+"""The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every
+term.
 
-forward_kernel: persistent programs, each with one row at a time, by the rule in :mod:`.cross_entropy_rule`. One pass
-over the logits computes the online-softmax statistics per lane, merged at the end of the row. The gradient is a second
-pass in reverse order; the grid has no more programs than rows fit the L2 cache. A row that fits the registers of its
-program is read once for both. reduce_kernel: one program sums the results of rows in a fixed order. Probabilities are
-never materialised.
+forward_kernel: persistent programs, each with one row at a time, by the rule in :mod:`.cross_entropy_rule`.
+One pass over the logits computes the online-softmax statistics per lane, merged at the end of the row. The
+gradient is a second pass in reverse order; the grid has no more programs than rows fit the L2 cache. A row
+that fits the registers of its program is read once for both. reduce_kernel: one program sums the results of
+rows in a fixed order. Probabilities are never materialised.
 """
 
 from dataclasses import dataclass
@@ -34,12 +35,12 @@ _REGISTER_ROW_BYTES = 32768
 _ELEMENTS_PER_THREAD = 16
 # Vectors per thread in a tile of a longer row: for one pass, and for two passes.
 _REPEATS, _REPEATS_TWO_PASSES = 2, 4
-# Bytes of the L2 cache per SM for rows that are read twice: 50 MB over the 132 SMs of an H100 or H200, minus room for
-# the gradient.
+# Bytes of the L2 cache per SM for rows that are read twice: 50 MB over the 132 SMs of an H100 or H200, minus
+# room for the gradient.
 _L2_BYTES_PER_SM = 294912
 _REDUCE_WARPS = 8
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -64,7 +65,8 @@ def _row(
     loss, z_loss, logprob, entropy, z_max, e_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
     best = -1
     if valid:
-        # Loaded before the gradient may overwrite it: the reductions of the statistics are barriers in between.
+        # Loaded before the gradient may overwrite it: the reductions of the statistics are barriers in
+        # between.
         z_target = target_logit(row_ptr, target, in_range, softcap)
         weight = class_weight(ce_weight_ptr, target, in_range)
         # Makes all results NaN if the target is not a class.
@@ -137,7 +139,8 @@ def forward_kernel(
     SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, IN_REGISTERS: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Loss and metrics of rows and, with ``out_ptr``, their gradient. Logits and gradient start at ``first_row``.
+    """Loss and metrics of rows and, with ``out_ptr``, their gradient. Logits and gradient start at
+    ``first_row``.
 
     IN_REGISTERS: a tile is a whole row, and ``out_ptr`` is given.
     """
@@ -158,7 +161,8 @@ def reduce_kernel(
 ):  # fmt: skip
     """Scalars from per-row results, each optional; one program.
 
-    The denominator is loaded from ``denominator_ptr``; without it, it is the sum of class weights (MEAN) or 1.
+    The denominator is loaded from ``denominator_ptr``; without it, it is the sum of class weights (MEAN) or
+    1.
     """
     weights = tl.zeros([BLOCK], tl.float32)
     losses = tl.zeros([BLOCK], tl.float32)
@@ -197,7 +201,7 @@ def reduce_kernel(
         tl.store(used_denominator_ptr, denominator)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -215,8 +219,8 @@ class Rule:
     softcap: float | None
 
     def __post_init__(self):
-        # The interpreter ignores device_assert, so CPU targets are checked here. On a GPU a target out of range makes
-        # its row NaN, or stops the kernel by device_assert if LIGER_CHECK_TARGETS=1.
+        # The interpreter ignores device_assert, so CPU targets are checked here. On a GPU a target out of
+        # range makes its row NaN, or stops the kernel by device_assert if LIGER_CHECK_TARGETS=1.
         if not self.target.is_cuda:
             check_targets(self.op, self.target, self.n_cols, self.ignore_index)
         self.check_targets = self.target.is_cuda and targets_checked()
@@ -244,7 +248,8 @@ class Rule:
 
 
 def streaming_tile(n_cols, itemsize, read_again):
-    """((LANES, REPEATS, VECTOR), num_warps, concurrent rows per SM or None) of programs with several tiles per row.
+    """((LANES, REPEATS, VECTOR), num_warps, concurrent rows per SM or None) of programs with several tiles
+    per row.
 
     ``read_again``: a second pass computes the gradient, so the rows of all programs must fit the L2 cache.
     """
@@ -274,8 +279,8 @@ class RowResults:
     ):
         """Computes rows ``first_row`` to ``first_row + len(logits)``.
 
-        With a denominator it also writes the gradient of (sum of losses / denominator), to ``gradient`` or over the
-        logits.
+        With a denominator it also writes the gradient of (sum of losses / denominator), to ``gradient`` or
+        over the logits.
         """
         rule = self.rule
         if logits.shape[0] == 0:

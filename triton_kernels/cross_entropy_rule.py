@@ -1,10 +1,10 @@
-"""The row rule of cross entropy, shared by the Triton row kernels: online-softmax statistics of a row, the coefficients
-computed from them, and the gradient. The twin of csrc/cross_entropy/rule.cuh.
+"""The row rule of cross entropy, shared by the Triton row kernels: online-softmax statistics of a row, the
+coefficients computed from them, and the gradient. The twin of csrc/cross_entropy/rule.cuh.
 
-Statistics: z_max; sum of exp(z - z_max); entropy_sum of exp(z - z_max) * (z - z_max); best, best_col: the largest logit
-before the softcap and its column; weighted_sum of class_weight * (z - z_max), weight_total of class_weight. The
-log-sum-exp is rounded where logits are large, so only the z-loss reads it. Probabilities are never materialised.
-docs/cross_entropy.md defines every term.
+Statistics: z_max; sum of exp(z - z_max); entropy_sum of exp(z - z_max) * (z - z_max); best, best_col: the
+largest logit before the softcap and its column; weighted_sum of class_weight * (z - z_max), weight_total of
+class_weight. The log-sum-exp is rounded where logits are large, so only the z-loss reads it. Probabilities
+are never materialised. docs/cross_entropy.md defines every term.
 """
 
 import triton
@@ -19,7 +19,8 @@ def _exp(x):
 
 @triton.jit
 def apply_softcap(x, softcap):
-    """softcap * tanh(x / softcap), or x without a softcap. The interpreter has no tanh, hence the exponential form."""
+    """softcap * tanh(x / softcap), or x without a softcap. The interpreter has no tanh, hence the exponential
+    form."""
     if softcap is not None:
         u = x / softcap
         t = _exp(-2.0 * tl.abs(u))
@@ -39,7 +40,8 @@ def target_logit(row_ptr, column, in_range, softcap):
 
 @triton.jit
 def _columns(start, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
-    """Column offsets of a tile [LANES, REPEATS, VECTOR]: vectors of adjacent columns, LANES vectors apart per lane.
+    """Column offsets of a tile [LANES, REPEATS, VECTOR]: vectors of adjacent columns, LANES vectors apart per
+    lane.
 
     With one lane per thread, a reduction over the last two dimensions needs no communication between threads.
     """
@@ -63,7 +65,8 @@ def _accumulate(
     x, cols, mask, ce_weight_ptr, n_cols, softcap, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
     weight_total, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of logits to the running statistics of every lane (online softmax); masked x must be -inf."""
+    """Adds a tile of logits to the running statistics of every lane (online softmax); masked x must be
+    -inf."""
     z = x
     if softcap is not None:
         z = apply_softcap(x, softcap)
@@ -103,7 +106,8 @@ def _accumulate(
 
 @triton.jit
 def _rebased(weighted_sum, weight_total, difference):
-    """A sum of weight * (z - z_max) for a larger maximum. Before the first logit the difference may be -inf."""
+    """A sum of weight * (z - z_max) for a larger maximum. Before the first logit the difference may be
+    -inf."""
     return weighted_sum + tl.where(weight_total == 0.0, 0.0, weight_total * difference)
 
 
@@ -129,8 +133,8 @@ def _merge_lanes(
     ARGMAX: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, weighted_sum) of a row from the statistics
-    of its lanes."""
+    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, weighted_sum) of a row from the
+    statistics of its lanes."""
     row_max = tl.max(z_max, 0)
     scale = _exp(z_max - row_max)
     row_sum = tl.sum(e_sum * scale, 0)
@@ -204,7 +208,8 @@ def statistics(
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, READ_AGAIN: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, sum of class_weight * (z - z_max)) of a row.
+    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, sum of class_weight * (z - z_max))
+    of a row.
 
     READ_AGAIN: the row will be read again, from the last tile to the first, so its tiles should remain in L2.
     """
@@ -281,7 +286,8 @@ def coefficients(
     ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """(coef_exp, coef_target, coef_class): factors of exp(z - z_max), the one-hot target and the class weights."""
+    """(coef_exp, coef_target, coef_class): factors of exp(z - z_max), the one-hot target and the class
+    weights."""
     lse = z_max + tl.log(e_sum)
     coef_target = (1.0 - label_smoothing) * weight
     coef_exp = coef_target + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
@@ -332,7 +338,8 @@ def store_target_gradient(
     out_ptr, target, in_range, z, reference, weight, coef_exp, coef_target, coef_class, upstream, softcap,
     SMOOTHING: tl.constexpr, coef_log=None,
 ):  # fmt: skip
-    """Stores the element of the target again, with its one-hot term: cheaper than a comparison in every column."""
+    """Stores the element of the target again, with its one-hot term: cheaper than a comparison in every
+    column."""
     # Another thread stored the element before.
     tl.debug_barrier()
     grad = _add_log_term(coef_exp, coef_log, z - reference) * _exp(z - reference)
@@ -346,7 +353,8 @@ def write_gradient(
     row_ptr, out_ptr, reference, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap,
     SMOOTHING: tl.constexpr, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
 ):  # fmt: skip
-    """Stores the gradient of a row from the last tile to the first: the tiles that were read last are still cached."""
+    """Stores the gradient of a row from the last tile to the first: the tiles that were read last are still
+    cached."""
     tile: tl.constexpr = LANES * REPEATS * VECTOR
     full_tiles_end = n_cols // tile * tile
     if full_tiles_end < n_cols:

@@ -1,6 +1,7 @@
 """Row statistics of a shard of the classes, for vocabulary-parallel losses, and the gradient of that shard.
 
-One program per row in both kernels. The rule is in :mod:`.cross_entropy_rule`; probabilities are never materialised.
+One program per row in both kernels. The rule is in :mod:`.cross_entropy_rule`; probabilities are never
+materialised.
 """
 
 import torch
@@ -95,7 +96,7 @@ def stats_backward_kernel(
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _check(op, logits, target, ce_weight, softcap):

@@ -1,7 +1,7 @@
 """Divergences between rows of student and teacher logits, and the gradient with respect to the student.
 
-One program per row. The forward reads both rows twice, for the online softmax and for the terms; the gradient reads
-them once more. Probabilities are never materialised. The twin of csrc/divergence/divergence.cuh.
+One program per row. The forward reads both rows twice, for the online softmax and for the terms; the gradient
+reads them once more. Probabilities are never materialised. The twin of csrc/divergence/divergence.cuh.
 """
 
 import torch
@@ -37,8 +37,8 @@ def _log1p_of_negative(x):
 def _terms(s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, KIND: tl.constexpr):
     """(value, derivative with respect to log q, q) of a tile of classes.
 
-    s, t: logits of student and teacher; max and log_sum of each row turn them into log-probabilities. A class of
-    probability 0 adds 0, although its logarithm is infinite.
+    s, t: logits of student and teacher; max and log_sum of each row turn them into log-probabilities. A class
+    of probability 0 adds 0, although its logarithm is infinite.
     """
     p = tl.exp((t - max_t) * inverse_temperature - log_sum_t)
     q = tl.exp((s - max_s) * inverse_temperature - log_sum_s)
@@ -86,8 +86,8 @@ def _write_gradient(
 ):  # fmt: skip
     """Stores ``upstream * (slope - q * slope_sum + cross_entropy * (q - onehot))``.
 
-    slope: derivative with respect to log q, summed over the row in slope_sum. NaN if cross_entropy is not 0 and the
-    target is not a class; 0 in ignored rows.
+    slope: derivative with respect to log q, summed over the row in slope_sum. NaN if cross_entropy is not 0
+    and the target is not a class; 0 in ignored rows.
     """
     lanes = tl.arange(0, BLOCK)
     out_of_range = (cross_entropy != 0) & ((target < 0) | (target >= n_cols))
@@ -191,7 +191,7 @@ def backward_kernel(
     )  # fmt: skip
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs):

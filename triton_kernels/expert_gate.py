@@ -1,8 +1,8 @@
 """The gated activation of grouped_experts: gate and up in one tensor, halves or interleaved, clamped or not.
 
-Beside the activation the backward multiplies by the routing weight of each row, and sums the product of each row times
-its gradient, which is the gradient of that weight. One program per row: every element is loaded by the thread that
-overwrites it.
+Beside the activation the backward multiplies by the routing weight of each row, and sums the product of each
+row times its gradient, which is the gradient of that weight. One program per row: every element is loaded by
+the thread that overwrites it.
 """
 
 import torch
@@ -15,7 +15,8 @@ from .gated import activated
 
 @triton.jit
 def _gate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, EXACT: tl.constexpr):
-    """(value of gate, its derivative, value of up, derivative of that). Comparisons keep NaN, unlike minimum."""
+    """(value of gate, its derivative, value of up, derivative of that). Comparisons keep NaN, unlike
+    minimum."""
     gate_slope, up_slope = 1.0, 1.0
     if CLAMPED:
         gate_slope = tl.where(gate > limit, 0.0, 1.0)
@@ -75,7 +76,8 @@ def expert_backward_kernel(
 
 
 def _arguments(gate, intermediate):
-    """(alpha, limit, stride between columns of gate, offset of up, activation, whether it clamps, block of columns)"""
+    """(alpha, limit, stride between columns of gate, offset of up, activation, whether it clamps, block of
+    columns)"""
     clamped = gate.limit is not None
     # At least an element per thread: copies in other threads might be read after they are overwritten.
     block = min(triton.next_power_of_2(max(intermediate, 128)), 1024)
@@ -93,8 +95,9 @@ def product(gate_up, gate):
 
 
 def backward_(grad, gate_up, weights, gate):
-    """Overwrites gate_up with its gradient times the weight of the row, and ``grad``, the gradient of the product, with
-    the product times that weight. Returns the sums over I of product times gradient, (rows,) float32."""
+    """Overwrites gate_up with its gradient times the weight of the row, and ``grad``, the gradient of the
+    product, with the product times that weight. Returns the sums over I of product times gradient, (rows,)
+    float32."""
     rows, intermediate = grad.shape
     sums = torch.empty(rows, dtype=torch.float32, device=grad.device)
     with on_device_of(grad):

@@ -1,7 +1,8 @@
 """The weighted sum of the experts of each token in grouped_experts.
 
-One program per token and block of columns: it reads the rows of the token's choices once, sums them in float32 in the
-order of the choices, and writes each result once, so the sum needs no atomics and is deterministic.
+One program per token and block of columns: it reads the rows of the token's choices once, sums them in
+float32 in the order of the choices, and writes each result once, so the sum needs no atomics and is
+deterministic.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Fused linear cross entropy: the chunk loop, with GEMMs of torch and the Triton row kernel.
 
-The row kernel of :mod:`.cross_entropy_rows` overwrites the logits of a chunk with their gradient. The logits of the
-whole batch are never materialised.
+The row kernel of :mod:`.cross_entropy_rows` overwrites the logits of a chunk with their gradient. The logits
+of the whole batch are never materialised.
 """
 
 from dataclasses import replace
@@ -61,14 +61,16 @@ def fused_linear_ce_forward(a):
         return valid_rows.gather(input, first, count, out)
 
     def zero_ignored(x, first):
-        """Rows of x for the GEMM of grad_weight, with zeros in ignored rows; x itself if it has valid rows only."""
+        """Rows of x for the GEMM of grad_weight, with zeros in ignored rows; x itself if it has valid rows
+        only."""
         if all_valid or valid_rows is not None:
             return x
         rows = slice(first, first + x.shape[0])
         ignored = ignored_rows(rule.target[rows], rule.ignore_index)
         return without_ignored(x, ignored, grad_input[rows] if need_grad_input else None)
 
-    # The device computes the logits of the first rows, needed in any case, while the host waits for the valid count.
+    # The device computes the logits of the first rows, needed in any case, while the host waits for the valid
+    # count.
     valid_rows, all_valid, done = None, False, 0
     may_wait = not (input.is_cuda and torch.cuda.is_current_stream_capturing())
     # With LIGER_CHECK_TARGETS the kernel prints row numbers, which must count in the batch.

@@ -1,7 +1,8 @@
-"""Gated products, ``activation(gate) * up``, forward and backward, with gate and up separate or packed in one tensor.
+"""Gated products, ``activation(gate) * up``, forward and backward, with gate and up separate or packed in one
+tensor.
 
-Elementwise kernels in float32, one program per tile. The packed form passes views of the two halves of each row to the
-same kernels. The backward recomputes the activation; no intermediate of the forward is saved.
+Elementwise kernels in float32, one program per tile. The packed form passes views of the two halves of each
+row to the same kernels. The backward recomputes the activation; no intermediate of the forward is saved.
 """
 
 import torch
@@ -18,12 +19,13 @@ from .common import (
     write_back,
 )
 
-# --- activations and their derivatives ------------------------------------------------------------------------------
+# --- activations and their derivatives ----------------------------------------------------------------------
 
 
 @triton.jit
 def normal_tail(x):
-    """(cdf(-abs(x)) of the standard normal distribution, exp(-x^2 / 2)), as in csrc/activation/activations.cuh."""
+    """(cdf(-abs(x)) of the standard normal distribution, exp(-x^2 / 2)), as in
+    csrc/activation/activations.cuh."""
     exponential = tl.exp2(x * x * -0.72134752044448170)
     t = 1.0 / (1.0 + 0.36 * tl.abs(x))
     total = -0.180753289 + 0.0473450943 * t
@@ -37,7 +39,8 @@ def normal_tail(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """(value, derivative). EXACT: to float32 accuracy; otherwise with an error far below one 16-bit rounding."""
+    """(value, derivative). EXACT: to float32 accuracy; otherwise with an error far below one 16-bit
+    rounding."""
     if ACTIVATION == "gelu":
         if EXACT:
             cdf = 0.5 + 0.5 * tl.math.erf(x * 0.70710678118654752)
@@ -47,8 +50,9 @@ def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             cdf = tl.where(x < 0, tail, 1.0 - tail)
         value, slope = x * cdf, cdf + x * (0.39894228040143268 * exponential)
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The derivative of the
-        # sigmoid is computed without 1 - sigmoid: the factor x^3 would amplify its cancellation error.
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The
+        # derivative of the sigmoid is computed without 1 - sigmoid: the factor x^3 would amplify its
+        # cancellation error.
         square = x * x
         twice_z = x * (1.5957691216057308 + 0.07135481627260025 * square)
         exponential = tl.exp(-tl.abs(twice_z))
@@ -67,7 +71,7 @@ def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     return value, slope
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -101,7 +105,7 @@ def backward_kernel(
         tl.store(product_ptr + rows * product_stride + cols, (value * up).to(dtype), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _halves(packed):
@@ -156,7 +160,7 @@ def _packed_product(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-# --- the ops of a family, for one activation ------------------------------------------------------------------------
+# --- the ops of a family, for one activation ----------------------------------------------------------------
 
 
 def product(op, gate, up, activation):

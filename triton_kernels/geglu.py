@@ -1,4 +1,5 @@
-"""GeGLU, ``gelu(gate) * up`` with the exact GELU or its tanh approximation: kernels and grid of :mod:`.gated`."""
+"""GeGLU, ``gelu(gate) * up`` with the exact GELU or its tanh approximation: kernels and grid of
+:mod:`.gated`."""
 
 from ..ops.gated import GELU_NAMES
 from . import gated

@@ -1,10 +1,10 @@
 """GroupNorm. The formulas are in ``liger/ops/group_norm.py``.
 
-The channels of a group of one sample are contiguous. Forward grid: one program per group, which reads it once. For a
-group that is larger than a tile, one program per tile: a first kernel computes the mean and squared deviations of each
-tile, and a second one merges them and normalises. Backward: channel_sums_kernel computes sum(grad_y * xhat) and
-sum(grad_y) for every channel of every sample, which are also the partials of the parameter gradients; grad_x_kernel has
-one program per tile. xhat is never materialised.
+The channels of a group of one sample are contiguous. Forward grid: one program per group, which reads it
+once. For a group that is larger than a tile, one program per tile: a first kernel computes the mean and
+squared deviations of each tile, and a second one merges them and normalises. Backward: channel_sums_kernel
+computes sum(grad_y * xhat) and sum(grad_y) for every channel of every sample, which are also the partials of
+the parameter gradients; grad_x_kernel has one program per tile. xhat is never materialised.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .norm_rows import parameter_grads, sum_partials
 # Elements of a tile: at most, if it is a whole group; and for larger groups.
 _GROUP_TILE, _PARTIAL_TILE = 16384, 8192
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def grad_x_kernel(
     tl.store(grad_x_ptr + row * size + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _contiguous_output(out):

@@ -1,7 +1,7 @@
 """LayerNorm. The formulas are in ``liger/ops/layer_norm.py``, tiles and grids in ``norm_rows.py``.
 
-A row that fits a tile is read once. A longer row is read three times: for the mean, the variance and the result. The
-variance is a sum of squared deviations; E[x^2] - E[x]^2 would cancel. xhat is never materialised.
+A row that fits a tile is read once. A longer row is read three times: for the mean, the variance and the
+result. The variance is a sum of squared deviations; E[x^2] - E[x]^2 would cancel. xhat is never materialised.
 """
 
 import torch
@@ -20,7 +20,7 @@ from .common import (
 )
 from .norm_rows import backward_plan, forward_tile, load_float, parameter_grads, sum_partials
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Persistent programs over tiles of rows.
 
-    partial (programs, gradients, n_cols): sums of grad_weight and grad_bias, if they are needed; only with WHOLE_ROW.
-    STAGES: software pipelining, the number of prefetched tiles + 1.
+    partial (programs, gradients, n_cols): sums of grad_weight and grad_bias, if they are needed; only with
+    WHOLE_ROW. STAGES: software pipelining, the number of prefetched tiles + 1.
     """
     program = tl.program_id(0)
     if partial_ptr is not None:
@@ -164,7 +164,8 @@ def parameter_grads_kernel(
     grad_y_ptr, grad_y_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, partial_ptr, n_rows, n_cols,
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The partials for long rows. Grid: (blocks of columns, partials); a program has every num_programs(1)-th tile."""
+    """The partials for long rows. Grid: (blocks of columns, partials); a program has every num_programs(1)-th
+    tile."""
     partial_index = tl.program_id(1)
     weight_partial = partial_ptr + partial_index.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -186,18 +187,19 @@ def parameter_grads_kernel(
         tl.store(weight_partial + NEED_WEIGHT * n_cols + cols, tl.sum(grad_bias, 0), mask=cols < n_cols)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
-# Longest row for which backward_kernel also sums the parameter gradients. Longer rows leave no registers for the sums
-# and use parameter_grads_kernel.
+# Longest row for which backward_kernel also sums the parameter gradients. Longer rows leave no registers for
+# the sums and use parameter_grads_kernel.
 _MAX_FUSED_COLS = 8192
 # Rows and columns of a tile of parameter_grads_kernel.
 _PARAMETER_TILE = (8, 256)
 
 
 def _registers(x):
-    """Launch option of the forward: 32 registers per thread, so that an SM holds two programs of 1024 threads."""
+    """Launch option of the forward: 32 registers per thread, so that an SM holds two programs of 1024
+    threads."""
     return {"maxnreg": 32} if x.element_size() == 2 and torch.version.hip is None else {}
 
 

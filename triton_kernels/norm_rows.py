@@ -1,8 +1,8 @@
 """Tiles and grids of the row norms, and the sum of the partials of their parameter gradients.
 
-Forward grid: one program per tile of whole rows. Backward grid: persistent programs; each accumulates the parameter
-gradients of its rows in float32 in its own partial, and :func:`sum_partials` adds the partials in a fixed order. No
-atomics, so results are bitwise reproducible.
+Forward grid: one program per tile of whole rows. Backward grid: persistent programs; each accumulates the
+parameter gradients of its rows in float32 in its own partial, and :func:`sum_partials` adds the partials in a
+fixed order. No atomics, so results are bitwise reproducible.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from .common import shared_memory_per_sm, sm_count, warps_for
 # Tile sizes are limited by registers: one tile in the forward, about four float32 tiles in the backward.
 _FORWARD_BYTES = 65536
 _BACKWARD_ELEMENTS = 16384
-# Shared memory per program that is not available to tiles, in bytes: 1024 reserved by CUDA, and scratch of reductions.
+# Shared memory per program that is not available to tiles, in bytes: 1024 reserved by CUDA, and scratch of
+# reductions.
 _RESERVED_SMEM = 1536
 _TILE = 2048
 
@@ -47,7 +48,8 @@ def inverse_rms(square_sum, n_cols, eps, dtype: tl.constexpr, CASTING: tl.conste
 
 @triton.jit
 def add_weight_gradient(partial_row, g, xhat, cols, n_cols, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """Adds the gradient of the weight of a tile to the partial of this program, which was initialised to zero.
+    """Adds the gradient of the weight of a tile to the partial of this program, which was initialised to
+    zero.
 
     The threads need a barrier before the next sum over the same columns.
     """
@@ -103,8 +105,9 @@ def _tile(n_cols, largest):
 def _backward_plan(elements, whole, bytes_per_element, shared):
     """(num_warps, programs per SM, num_stages).
 
-    As many programs as fit by registers, about 120 per thread, so that all are resident (persistent). Two tiles are
-    prefetched if shared memory holds them; three, and one, were measured to be slower than two and none.
+    As many programs as fit by registers, about 120 per thread, so that all are resident (persistent). Two
+    tiles are prefetched if shared memory holds them; three, and one, were measured to be slower than two and
+    none.
 
     Args:
         elements: of a tile.
@@ -131,14 +134,15 @@ class BackwardPlan:
     programs: int
 
     def partials(self, gradients, x):
-        """Partials (programs, gradients, n_cols); zeros if rows have several tiles, which accumulate in memory."""
+        """Partials (programs, gradients, n_cols); zeros if rows have several tiles, which accumulate in
+        memory."""
         allocate = torch.empty if self.tile[2] else torch.zeros
         return allocate(self.programs, gradients, x.shape[-1], dtype=torch.float32, device=x.device)
 
 
 def backward_plan(n_rows, x, inputs, n_cols=None, groups=1):
-    """The :class:`BackwardPlan` for ``inputs`` input tensors of the size of x; for one of ``groups`` groups of
-    ``n_cols`` columns, which share the SMs."""
+    """The :class:`BackwardPlan` for ``inputs`` input tensors of the size of x; for one of ``groups`` groups
+    of ``n_cols`` columns, which share the SMs."""
     block_rows, block_cols, whole = _tile(n_cols or x.shape[-1], _BACKWARD_ELEMENTS)
     # Two rows per tile amortise the cost of an iteration, as far as 16 warps have registers for them.
     block_rows = max(block_rows, min(2, 8192 // block_cols))

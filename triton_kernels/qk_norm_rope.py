@@ -1,10 +1,10 @@
 """RMSNorm of each head of queries and keys, then the rotary embedding. The formulas are in
 ``liger/ops/rope/qk_norm_rope.py``.
 
-Forward grid as in ``rope.py``: for each token, programs for groups of HEADS heads of q, then of k. Backward grid:
-persistent programs over such groups of one tensor. Each accumulates the gradient of the weight in float32 in its own
-partial, and a second kernel adds the partials in a fixed order. A head is three tiles: the first and the second
-elements of the rotated pairs, and the elements that are not rotated.
+Forward grid as in ``rope.py``: for each token, programs for groups of HEADS heads of q, then of k. Backward
+grid: persistent programs over such groups of one tensor. Each accumulates the gradient of the weight in
+float32 in its own partial, and a second kernel adds the partials in a fixed order. A head is three tiles: the
+first and the second elements of the rotated pairs, and the elements that are not rotated.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .common import dense_vector, on_device_of, require_dtype, require_same_shap
 from .norm_rows import inverse_rms, round_xhat, sum_partials
 from .rope import columns, heads_and_warps, load_pairs, load_tables, store_pairs, table_strides
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def qk_norm_rope_backward_kernel(
             tl.store(row + 2 * half + cols, tl.sum(sum3, 0)[None, :], mask=cols < rest)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _sizes(q, heads, cos):

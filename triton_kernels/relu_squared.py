@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .common import elementwise_tile, on_device_of, output_rows, require_dtype, rows_of, tile_at, write_back
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -25,7 +25,7 @@ def relu_squared_kernel(
     tl.store(out_ptr + rows * out_stride + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _launch(op, x, grad_y=None):

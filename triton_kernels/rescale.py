@@ -1,4 +1,5 @@
-"""Multiplication by a device scalar in float32, rounded once: an elementwise kernel with persistent programs."""
+"""Multiplication by a device scalar in float32, rounded once: an elementwise kernel with persistent
+programs."""
 
 import torch
 import triton

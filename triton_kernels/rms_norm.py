@@ -1,8 +1,9 @@
 """RMSNorm and fused residual addition. The formulas and casting modes are in ``liger/ops/rms_norm.py``.
 
-Forward grid: one program per tile of whole rows, which it reads once; two passes if a row is larger than a tile.
-Backward grid: persistent programs. Each accumulates grad_weight in float32 in its own partial, and a second kernel adds
-the partials in a fixed order: no atomics, bitwise reproducible. xhat is never materialised.
+Forward grid: one program per tile of whole rows, which it reads once; two passes if a row is larger than a
+tile. Backward grid: persistent programs. Each accumulates grad_weight in float32 in its own partial, and a
+second kernel adds the partials in a fixed order: no atomics, bitwise reproducible. xhat is never
+materialised.
 """
 
 import torch
@@ -29,7 +30,7 @@ from .norm_rows import (
     sum_partials,
 )
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -107,7 +108,8 @@ def backward_kernel(
     CASTING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs over tiles of rows. STAGES: software pipelining, the number of prefetched tiles + 1."""
+    """Persistent programs over tiles of rows. STAGES: software pipelining, the number of prefetched tiles +
+    1."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
     if partial_ptr is not None:
@@ -170,7 +172,7 @@ def backward_kernel(
         tl.store(partial_row + all_cols, tl.sum(grad_weight, 0), mask=all_cols < n_cols)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _forward(op, x, residual, weight, eps, offset, casting_mode):

@@ -1,7 +1,7 @@
 """RMSNorm with a gate. The formulas and casting modes are in ``liger/ops/rms_norm_gated.py``.
 
-Grids as in ``rms_norm.py``, for each group of columns: program ``i`` works on group ``i % groups``, whose columns it
-treats like a tensor of its own. The statistics have shape (rows, groups).
+Grids as in ``rms_norm.py``, for each group of columns: program ``i`` works on group ``i % groups``, whose
+columns it treats like a tensor of its own. The statistics have shape (rows, groups).
 """
 
 import torch
@@ -28,7 +28,7 @@ from .norm_rows import (
     sum_partials,
 )
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -166,8 +166,8 @@ def gated_backward_kernel(
     CASTING: tl.constexpr, GATE_LAST: tl.constexpr, SIGMOID: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs over tiles of rows of one group. STAGES: software pipelining, the number of prefetched tiles
-    + 1."""
+    """Persistent programs over tiles of rows of one group. STAGES: software pipelining, the number of
+    prefetched tiles + 1."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     group = tl.program_id(0) % n_groups
     program = tl.program_id(0) // n_groups
@@ -242,7 +242,7 @@ def gated_backward_kernel(
         tl.store(partial_row + all_cols, tl.sum(grad_weight, 0), mask=all_cols < n_cols)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _groups(x, group_size):
@@ -292,8 +292,8 @@ def rms_norm_gated_backward(
     rstd = rstd.contiguous()
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     grad_gate_rows, grad_gate_stride = output_rows(grad_gate) if need_grad_gate else (None, 0)
-    # The programs of all groups together are resident. Three inputs are read before and after the reduction of the row,
-    # for which the pipeline has up to ten buffers of a tile: as many as five inputs have.
+    # The programs of all groups together are resident. Three inputs are read before and after the reduction
+    # of the row, for which the pipeline has up to ten buffers of a tile: as many as five inputs have.
     plan = backward_plan(n_rows, x, inputs=5, n_cols=n_cols, groups=groups)
     grad_weight = like.new_empty(x.shape[-1] if need_grad_weight else 0)
     partial = plan.partials(1, x) if need_grad_weight else None

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys in one launch, forward and backward.
 
-Grid: for each token, programs for groups of HEADS heads of q, then of k. Tensors have four strides, so views such as
-``(B, T, H, D).transpose(1, 2)`` need no copy. The rotated halves are never materialised.
+Grid: for each token, programs for groups of HEADS heads of q, then of k. Tensors have four strides, so views
+such as ``(B, T, H, D).transpose(1, 2)`` need no copy. The rotated halves are never materialised.
 """
 
 import torch
@@ -10,12 +10,13 @@ import triton.language as tl
 
 from .common import on_device_of, require_dtype
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def columns(COUNT: tl.constexpr):
-    """0, ..., COUNT - 1 as a tile [1, COUNT]. int64, because a head of a strided tensor may span 2^31 elements."""
+    """0, ..., COUNT - 1 as a tile [1, COUNT]. int64, because a head of a strided tensor may span 2^31
+    elements."""
     return tl.arange(0, COUNT).to(tl.int64)[None, :]
 
 
@@ -88,8 +89,8 @@ def _rotate_heads(
         tl.store(out_rows + (2 * half + cols) * out_dim_stride, unrotated, mask=mask)
 
 
-# The batch strides of the tables are specialised although they depend on the number of tokens: without the hint that
-# they are divisible by 16, the loads of the tables are not vectorised.
+# The batch strides of the tables are specialised although they depend on the number of tokens: without the
+# hint that they are divisible by 16, the loads of the tables are not vectorised.
 @triton.jit(do_not_specialize=["n_tokens"])
 def rope_kernel(
     q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_dim_stride,
@@ -128,17 +129,19 @@ def rope_kernel(
         )  # fmt: skip
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def table_strides(table):
-    """(batch, token, dim) strides of a cosine or sine table with or without a batch dimension; 0 if it is broadcast."""
+    """(batch, token, dim) strides of a cosine or sine table with or without a batch dimension; 0 if it is
+    broadcast."""
     *batch, token, dim = table.stride()
     return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
 
 
 def heads_and_warps(half_block, heads):
-    """(HEADS, num_warps) of a program: 16 pairs per thread. Usually one warp; many small programs are faster."""
+    """(HEADS, num_warps) of a program: 16 pairs per thread. Usually one warp; many small programs are
+    faster."""
     group = min(max(512 // half_block, 1), triton.next_power_of_2(heads))
     return group, min(max(group * half_block // 512, 1), 8)
 

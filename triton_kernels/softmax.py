@@ -1,8 +1,8 @@
 """Softmax over rows, and its gradient ``y * (grad_y - sum(grad_y * y))``.
 
-Grid: one program per tile of whole rows, which it reads once. If a row is larger than a tile, a program makes two
-passes over it: the first for maximum and sum (online softmax: Milakov and Gimelshein, arXiv 1805.02867) or for the dot
-product. exp(x) of a row is never stored.
+Grid: one program per tile of whole rows, which it reads once. If a row is larger than a tile, a program makes
+two passes over it: the first for maximum and sum (online softmax: Milakov and Gimelshein, arXiv 1805.02867)
+or for the dot product. exp(x) of a row is never stored.
 """
 
 import torch
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from .common import on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
-# Elements: the longest row (times the number of inputs) that a program keeps in registers, a tile of a longer row, and
-# a tile of several short rows.
+# Elements: the longest row (times the number of inputs) that a program keeps in registers, a tile of a longer
+# row, and a tile of several short rows.
 _REGISTER_ROW = 32768
 _TILE = 4096
 _SHORT_ROWS_TILE = 1024
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def backward_kernel(
             tl.store(grad_x_rows + cols[None, :], grad_x.to(dtype), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _tile(n_rows, n_cols, tensors):

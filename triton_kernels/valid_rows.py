@@ -1,7 +1,8 @@
 """The valid rows of a batch, which have no ignored target: their index, a gather, and the inverse scatter.
 
-Valid row j is row ``index[j] >= j`` of the batch. Their number reaches the host by an asynchronous copy, which overlaps
-with other work of the device. Grids: one program builds the index; the scatter has one program per strip of columns.
+Valid row j is row ``index[j] >= j`` of the batch. Their number reaches the host by an asynchronous copy,
+which overlaps with other work of the device. Grids: one program builds the index; the scatter has one program
+per strip of columns.
 """
 
 import torch
@@ -40,8 +41,8 @@ def index_kernel(target_ptr, index_ptr, position_ptr, counts_ptr, n_rows, ignore
 def expand_rows_kernel(x_ptr, position_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Scatters valid rows in place. A program handles a strip of columns from the last row to the first.
 
-    The source of a row is never below it, so no later iteration reads a row that this one writes. Within an iteration
-    the barrier separates loads from stores.
+    The source of a row is never below it, so no later iteration reads a row that this one writes. Within an
+    iteration the barrier separates loads from stores.
     """
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     col_mask = cols < n_cols
@@ -66,7 +67,8 @@ class ValidRows:
 
     def __init__(self, target, ignore_index):
         self.rows = target.shape[0]
-        # Zeros: rows may be gathered before the host knows the count, so the entries past it must be valid indices.
+        # Zeros: rows may be gathered before the host knows the count, so the entries past it must be valid
+        # indices.
         self._all_index = target.new_zeros(self.rows, dtype=torch.int32)
         self.position = torch.empty_like(self._all_index)
         counts = target.new_empty(2, dtype=torch.int32)
@@ -95,7 +97,8 @@ class ValidRows:
         return torch.index_select(x, 0, index) if out is None else torch.index_select(x, 0, index, out=out)
 
     def expand_(self, x):
-        """Moves the valid rows from the start of x (contiguous) to their rows of the batch; other rows become 0."""
+        """Moves the valid rows from the start of x (contiguous) to their rows of the batch; other rows become
+        0."""
         columns = x.shape[1]
         if x.numel() > 0:
             with on_device_of(x):

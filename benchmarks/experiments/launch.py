@@ -26,7 +26,8 @@ def _rank(environment, arguments):
 
 
 def _ranks(count, arguments):
-    """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit code."""
+    """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit
+    code."""
     with rendezvous(count) as environments:
         ranks = [FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
         for rank in ranks:
@@ -114,8 +115,8 @@ def _visible(gpu):
 
 
 def start(name, cell, record, log, *, tiny, cache, with_facts, fork, gpu):
-    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no other, because
-    the Trainer would spread a model over all that it sees."""
+    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no
+    other, because the Trainer would spread a model over all that it sees."""
     variables = _visible(gpu) if cell.gpus == 1 else {}
     if fork:
         return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log, variables)

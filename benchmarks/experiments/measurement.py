@@ -37,7 +37,8 @@ class Measurement:
         return self._child.wait(max(min(seconds, rest), 0)) is not None or rest <= 0
 
     def end(self):
-        """The record, with its date and the seconds that it took; None if the time limit of the run has cut it off."""
+        """The record, with its date and the seconds that it took; None if the time limit of the run has cut
+        it off."""
         try:
             code = self._child.wait(0)
             launch.end(self._child)

@@ -1,4 +1,5 @@
-"""The kinds of pictures: lines over sizes, stacked bars, loss curves with their differences, memory over time."""
+"""The kinds of pictures: lines over sizes, stacked bars, loss curves with their differences, memory over
+time."""
 
 from liger_bench.model_report import GIB
 
@@ -116,8 +117,8 @@ def training_lines(result, label):
 
 
 def stacked_bars(groups, title, label, note=""):
-    """``groups``: {name of a bar: {part: height}}; parts have the same colour in all bars. Negative parts are drawn
-    below zero."""
+    """``groups``: {name of a bar: {part: height}}; parts have the same colour in all bars. Negative parts are
+    drawn below zero."""
     made, axes = figure(max(6.0, 1.2 * len(groups) + 3), 4.6, title=title, source=note)
     panel = axes[0][0]
     parts = list(dict.fromkeys(part for bars in groups.values() for part in bars))
@@ -138,7 +139,8 @@ def stacked_bars(groups, title, label, note=""):
 
 
 def loss_curves(result, title, reference="transformers", yardstick="nudged"):
-    """Per size: the losses of every method, and below their differences from the reference on a logarithmic scale."""
+    """Per size: the losses of every method, and below their differences from the reference on a logarithmic
+    scale."""
     sizes = ordered(result, "size")
     made, axes = figure(
         max(5.0, 3.6 * len(sizes)), 6.0, len(sizes), 2, title=title, source=source(result), sharex="col",
@@ -168,7 +170,8 @@ def loss_curves(result, title, reference="transformers", yardstick="nudged"):
 
 
 def value_lines(groups, title, note):
-    """A row of two panels, time and memory, per ``{label of the axis: {name: [(size, ms, MiB or None)]}}``."""
+    """A row of two panels, time and memory, per
+    ``{label of the axis: {name: [(size, ms, MiB or None)]}}``."""
     made, axes = figure(10.4, 3.9 * len(groups), 2, len(groups), title=title, source=note)
     names = ("ms (lower is better)", "peak memory, MiB (lower is better)")
     for row, (label, series) in zip(axes, groups.items(), strict=True):

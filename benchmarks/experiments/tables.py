@@ -60,7 +60,8 @@ def speed_and_memory(cell, reference):
 
 
 def behind(result):
-    """One line: every size where another method has more tokens per second, or less memory, than the best of liger.
+    """One line: every size where another method has more tokens per second, or less memory, than the best of
+    liger.
 
     Differences below 1 % are not counted.
     """

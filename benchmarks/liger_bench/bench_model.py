@@ -1,21 +1,26 @@
-"""Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak memory.
+"""Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak
+memory.
 
-The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA; with
-options that of Llama-3-8B, and no checkpointing, where ``liger.patch(recompute=True)`` takes part, too. Weights and
-tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so that a
-chip which lowers its clock slows all of them alike. The memory of a contestant is what its weights, gradients,
-optimizer and activations take at the peak of a step; the models that wait are not counted.
+The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing,
+SDPA; with options that of Llama-3-8B, and no checkpointing, where ``liger.patch(recompute=True)`` takes part,
+too. Weights and tokens are random, the same for every contestant. All models live side by side and take turns
+of a few steps, so that a chip which lowers its clock slows all of them alike. The memory of a contestant is
+what its weights, gradients, optimizer and activations take at the peak of a step; the models that wait are
+not counted.
 
 ``--graphs`` adds contestants of liger whose whole step is a CUDA graph. Their peak is that of the capture.
 
-``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and without
-``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its own.
+``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and
+without ``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its
+own.
 
-``--optimizer`` chooses the optimizers: AdamW, AdamW with states of 8 bits, or either with its steps in the backward,
-which frees each gradient at once. ``--recipes`` adds contestants without the fused recipes of decoder layers.
+``--optimizer`` chooses the optimizers: AdamW, AdamW with states of 8 bits, or either with its steps in the
+backward, which frees each gradient at once. ``--recipes`` adds contestants without the fused recipes of
+decoder layers.
 
-``--own-processes`` gives every contestant a process of its own, saves the results after each, and continues where an
-earlier run ended. ``--ranks`` does the same with a model that FSDP2 shards over several processes (model_ranks.py).
+``--own-processes`` gives every contestant a process of its own, saves the results after each, and continues
+where an earlier run ended. ``--ranks`` does the same with a model that FSDP2 shards over several processes
+(model_ranks.py).
 """
 
 import argparse
@@ -36,7 +41,7 @@ from .model_sizes import SIZES, size_of
 from .model_trainee import Trainee, random_batches
 from .processes import count_gpus, elsewhere
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 
 def _measure_shape(trainees, size, shape, device):
@@ -74,7 +79,7 @@ def measure(size, device, backends, shapes=None, **options):
     return records
 
 
-# --- command -------------------------------------------------------------------------------------------------------
+# --- command ------------------------------------------------------------------------------------------------
 
 
 def parse_shape(text):

@@ -1,7 +1,7 @@
 """A training step that is captured in a CUDA graph once for each shape of its tokens, and then replayed.
 
-As in torch's notes on CUDA graphs, "Whole-network capture": steps on another stream come first, gradients are None
-when the capture begins, and the optimizer is capturable.
+As in torch's notes on CUDA graphs, "Whole-network capture": steps on another stream come first, gradients are
+None when the capture begins, and the optimizer is capturable.
 """
 
 import torch

@@ -3,7 +3,8 @@
 import statistics
 from dataclasses import dataclass
 
-# Bars longer than this multiple of the median are truncated, so that differences between the others remain visible.
+# Bars longer than this multiple of the median are truncated, so that differences between the others remain
+# visible.
 OUTLIER = 4
 GREY = "#555555"
 DASHED = (0, (3, 2))
@@ -106,8 +107,8 @@ def _legend(figure, groups):
 
 
 def draw(groups, title, source, time_label, reference=None):
-    """The figure. With ``reference``, a series, times are drawn as multiples of its time in the group; the numbers
-    beside the bars are the measured ones in any case."""
+    """The figure. With ``reference``, a series, times are drawn as multiples of its time in the group; the
+    numbers beside the bars are the measured ones in any case."""
     from matplotlib.figure import Figure
 
     rows = _positions(groups)

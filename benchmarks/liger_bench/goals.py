@@ -1,7 +1,7 @@
 """Performance goals on an H200, per row, and the evaluation of a run against them.
 
-If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend on the
-speed of the individual GPU.
+If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend
+on the speed of the individual GPU.
 """
 
 import importlib
@@ -19,10 +19,10 @@ EAGER = "torch eager"
 class Goal:
     """A bound for ``metric`` of the row ``row``: a minimum, or a maximum for times.
 
-    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum). ``mib``
-    limits the peak memory without inputs; ``no_more_than`` limits it to that of another provider. ``exact`` limits the
-    errors of the gradients to those of eager PyTorch, which accumulates in float32. One provider must meet all
-    conditions.
+    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum).
+    ``mib`` limits the peak memory without inputs; ``no_more_than`` limits it to that of another provider.
+    ``exact`` limits the errors of the gradients to those of eager PyTorch, which accumulates in float32. One
+    provider must meet all conditions.
     """
 
     row: str

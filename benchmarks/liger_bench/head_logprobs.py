@@ -1,5 +1,5 @@
-"""Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with exponentials
-that fit the memory budget and without."""
+"""Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with
+exponentials that fit the memory budget and without."""
 
 from dataclasses import dataclass
 

@@ -60,7 +60,8 @@ PLACES = (((6, -11), "left"), ((6, 5), "left"), ((-6, 5), "right"), ((-6, -11), 
 
 
 def annotate(figure, axes, labels, dots):
-    """Draws (GiB, speed, text) in the first place that overlaps no label and no dot; leaves out those without one."""
+    """Draws (GiB, speed, text) in the first place that overlaps no label and no dot; leaves out those without
+    one."""
     # The layout, which places depend on.
     figure.canvas.draw()
     dots = [axes.transData.transform(dot) for dot in dots]

@@ -1,8 +1,10 @@
-"""``bench_model --own-processes`` and ``--ranks``: every contestant in a process of its own, or in one per rank.
+"""``bench_model --own-processes`` and ``--ranks``: every contestant in a process of its own, or in one per
+rank.
 
-On several ranks, GPU ``rank`` with nccl or the CPU with gloo, decoder layers and root are wrapped by ``fully_shard``.
-Batches differ between ranks. Time is that of the slowest rank, peak memory that of the largest, the first loss their
-mean. The results are saved after every contestant, and a second run measures those that are not in the file yet.
+On several ranks, GPU ``rank`` with nccl or the CPU with gloo, decoder layers and root are wrapped by
+``fully_shard``. Batches differ between ranks. Time is that of the slowest rank, peak memory that of the
+largest, the first loss their mean. The results are saved after every contestant, and a second run measures
+those that are not in the file yet.
 """
 
 import json
@@ -35,11 +37,12 @@ LEAST = 20.0
 PRELOAD = ("transformers.models.llama.modeling_llama", "liger.transformers")
 
 
-# --- a rank -------------------------------------------------------------------------------------------------------
+# --- a rank -------------------------------------------------------------------------------------------------
 
 
 class LoneTrainee(Trainee):
-    """A Trainee that is the only one in its process: everything that is allocated counts, workspaces included."""
+    """A Trainee that is the only one in its process: everything that is allocated counts, workspaces
+    included."""
 
     def idle_bytes(self):
         return torch.cuda.memory_allocated()
@@ -108,7 +111,7 @@ def _measure_rank(spec, path):
         dist.destroy_process_group()
 
 
-# --- all ranks of a contestant ------------------------------------------------------------------------------------
+# --- all ranks of a contestant ------------------------------------------------------------------------------
 
 
 class _Forked:
@@ -167,7 +170,8 @@ def _wait(processes, seconds):
 
 
 def run(spec, ranks, seconds, fork=False):
-    """The record of one contestant at one shape; None if it takes longer than that. ``fork``: whether that is safe."""
+    """The record of one contestant at one shape; None if it takes longer than that. ``fork``: whether that is
+    safe."""
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder = Path(name)
         (folder / "spec.json").write_text(json.dumps(spec))
@@ -183,7 +187,7 @@ def run(spec, ranks, seconds, fork=False):
         return {"status": "failed", "reason": f"the ranks ended without a result:\n{logs}"}
 
 
-# --- all contestants ----------------------------------------------------------------------------------------------
+# --- all contestants ----------------------------------------------------------------------------------------
 
 
 def _earlier(path):

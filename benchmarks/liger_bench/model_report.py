@@ -33,7 +33,8 @@ def _lines(record):
 
 
 def verdict(record):
-    """One line: the fastest contestant with liger against the fastest and the smallest other; None without both."""
+    """One line: the fastest contestant with liger against the fastest and the smallest other; None without
+    both."""
     measured = {n: p for n, p in record["providers"].items() if p["status"] == "ok"}
     mine = {n: p for n, p in measured.items() if p["group"] == "ours"}
     others = {n: p for n, p in measured.items() if p["group"] != "ours"}

@@ -68,8 +68,8 @@ def overview(results):
 
 
 def write(stem, results=None):
-    """``<stem>-<op>.png`` of every op, from the newest run that has it, and ``<stem>-overview.png``; returns the
-    paths."""
+    """``<stem>-<op>.png`` of every op, from the newest run that has it, and ``<stem>-overview.png``; returns
+    the paths."""
     results = runs() if results is None else results
     figures = {"overview": overview(results)}
     for result in results:

@@ -1,4 +1,5 @@
-"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with ``run(arguments)``."""
+"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with
+``run(arguments)``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .configs import FIRST_SPECIAL
 
-# What configuration classes, constructors and forwards of transformers raise for sizes or inputs that do not fit.
+# What configuration classes, constructors and forwards of transformers raise for sizes or inputs that do not
+# fit.
 ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
     StopIteration, StrictDataclassError, TypeError, ValueError,
@@ -45,7 +46,8 @@ def batch_for(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> dic
 
 
 def text_batch(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> dict[str, Any]:
-    """input_ids, labels of which some are ignored, and, if ``padded``, a mask that pads the second row on the right."""
+    """input_ids, labels of which some are ignored, and, if ``padded``, a mask that pads the second row on the
+    right."""
     generator = torch.Generator().manual_seed(3 + seed)
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TOKENS), generator=generator)
     labels = ids.clone()

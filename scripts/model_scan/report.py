@@ -1,4 +1,5 @@
-"""The report of one model class: replaced modules, the results of the checks, and whether the loss is fused."""
+"""The report of one model class: replaced modules, the results of the checks, and whether the loss is
+fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as such."""
+"""The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as
+such."""
 
 import importlib.machinery
 import json

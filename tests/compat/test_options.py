@@ -115,7 +115,7 @@ def test_the_modules_are_those_of_liger_patch(make, options):
     assert recipes(make(**options)) == recipes(liger.patch(tiny_models.make("llama"), **options))
 
 
-# --- arguments of the model ---------------------------------------------------------------------------------------
+# --- arguments of the model ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,9 +1,11 @@
-"""Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with gloo.
+"""Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with
+gloo.
 
-There are two ranks, or as many as ``RANKS`` of a file says. Under ``torchrun --nproc-per-node 2 -m pytest
-tests/distributed`` each process is a rank and runs the files for that number of ranks. In plain pytest the ranks of a
-file are started once, when its first test is due; each test then passes if it did on all ranks. So a time limit for a
-test is one for its file, and pytest-xdist needs ``--dist loadfile``.
+There are two ranks, or as many as ``RANKS`` of a file says. Under
+``torchrun --nproc-per-node 2 -m pytest tests/distributed`` each process is a rank and runs the files for that
+number of ranks. In plain pytest the ranks of a file are started once, when its first test is due; each test
+then passes if it did on all ranks. So a time limit for a test is one for its file, and pytest-xdist needs
+``--dist loadfile``.
 """
 
 import json

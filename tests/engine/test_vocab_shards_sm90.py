@@ -1,5 +1,5 @@
-"""A vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device computes all shards in
-turn, and the sums of the ranks are added in between."""
+"""A vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device computes all
+shards in turn, and the sums of the ranks are added in between."""
 
 from functools import partial
 from unittest.mock import patch

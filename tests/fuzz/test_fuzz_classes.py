@@ -1,4 +1,5 @@
-"""Cross entropy, log-probabilities and divergences, over logits and over a projection, with all their options."""
+"""Cross entropy, log-probabilities and divergences, over logits and over a projection, with all their
+options."""
 
 import formulas
 import torch
@@ -158,7 +159,7 @@ def test_fused_linear_logprobs(device, data):
     compare(ours, formula, tensors, differentiable(draw, *names), vary=names)
 
 
-# --- divergences --------------------------------------------------------------------------------------------------
+# --- divergences --------------------------------------------------------------------------------------------
 
 
 def divergence_options(draw, numbers, front, vocab):

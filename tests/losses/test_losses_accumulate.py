@@ -1,4 +1,5 @@
-"""Losses with accumulate_grad_weight=True: the gradient of the weight is added to main_grad by the backward."""
+"""Losses with accumulate_grad_weight=True: the gradient of the weight is added to main_grad by the
+backward."""
 
 import pytest
 import torch

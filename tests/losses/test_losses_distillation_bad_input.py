@@ -21,7 +21,8 @@ from liger import losses
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_label_that_is_no_class(device, name, temperature, wrong):
-    """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with liger.cross_entropy."""
+    """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with
+    liger.cross_entropy."""
     tensors = make(device)
     module = DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature)
     tensors["labels"][0, 1] = wrong

@@ -1,4 +1,5 @@
-"""Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden states."""
+"""Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden
+states."""
 
 import pytest
 import torch
@@ -126,7 +127,8 @@ PAIRS = [(a, b) for a in (*DTYPES, torch.float64) for b in (*DTYPES, torch.float
 )
 @pytest.mark.covering(2)
 def test_teachers_of_another_dtype(device, backend, name, pair, form):
-    """The GEMM of a teacher runs in the dtype of the teacher; logits meet in the accumulation dtype of the student."""
+    """The GEMM of a teacher runs in the dtype of the teacher; logits meet in the accumulation dtype of the
+    student."""
     if pair[0] == torch.float64 and backend != "torch":
         pytest.skip("float64 is computed by the torch backend alone")
     tensors, (of_student, of_teacher) = make(device), pair

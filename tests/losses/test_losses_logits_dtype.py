@@ -1,5 +1,5 @@
-"""Losses with logits_dtype=torch.float32: their log-probabilities are those of fused_linear_logprobs within 1e-5, and
-their gradients come from float32 probabilities."""
+"""Losses with logits_dtype=torch.float32: their log-probabilities are those of fused_linear_logprobs within
+1e-5, and their gradients come from float32 probabilities."""
 
 import copy
 

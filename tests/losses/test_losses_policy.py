@@ -81,8 +81,8 @@ def test_grpo(device, kind, variant, budget, layout):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_policy_that_sampled(device, level):
-    """Without old log-probabilities the importance weights are 1, with a gradient; advantages and factors of the
-    sampler may be per sequence or per token."""
+    """Without old log-probabilities the importance weights are 1, with a gradient; advantages and factors of
+    the sampler may be per sequence or per token."""
     hidden, weight, target, bias, advantages, _, _, sampler = batch(device)
     module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level=level)
     spread = advantages[:, None].expand(target.shape).contiguous()
@@ -146,7 +146,8 @@ def test_less_than_one_item_per_process(device, kind):
 
 @pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
 def test_clip_ratio(device, kind):
-    """The share of tokens whose importance weight is clipped, so that their gradient is zero; two kinds clip none."""
+    """The share of tokens whose importance weight is clipped, so that their gradient is zero; two kinds clip
+    none."""
     hidden, weight, target, bias, _, _, _, _ = batch(device)
     advantages = torch.randn(target.shape, device=device)
     old = around(hidden, weight, target, bias, 0.6)

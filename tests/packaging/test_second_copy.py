@@ -1,4 +1,5 @@
-"""A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of both."""
+"""A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of
+both."""
 
 import shutil
 

@@ -1,4 +1,5 @@
-"""``liger info``: versions, devices, the build, the backend of each public function and environment variables."""
+"""``liger info``: versions, devices, the build, the backend of each public function and environment
+variables."""
 
 import importlib.metadata
 import json
@@ -35,8 +36,8 @@ _READERS = {
 }
 
 
-# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch; None: the function that it is
-# given.
+# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch; None: the function
+# that it is given.
 FUNCTIONS = {
     "rms_norm": "rms_norm",
     "fused_add_rms_norm": "fused_add_rms_norm",

@@ -1,8 +1,8 @@
 """The modules of ``liger_kernel``, and the origin of each of their names.
 
-A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and the names.
-A name ``theirs=ours`` differs there. Names that liger_kernel 0.8.5 has and these tables have not are listed in
-docs/compat.md with the reason.
+A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and
+the names. A name ``theirs=ours`` differs there. Names that liger_kernel 0.8.5 has and these tables have not
+are listed in docs/compat.md with the reason.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class PreferenceLoss(FusedLinearLoss):
 
     Example, of a subclass as docs/losses.md writes it::
 
-        loss_function = MarginLoss(beta=0.5)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = MarginLoss(beta=0.5)
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     unit = "pair"
@@ -247,7 +247,7 @@ class PreferenceLoss(FusedLinearLoss):
         return logprobs.sum()
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 DPOLossType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
@@ -287,8 +287,10 @@ class FusedLinearDPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearDPOLoss(beta=0.1)
-        loss, metrics = loss_function(input, head.weight, target, ref_input=ref_input, ref_weight=ref_head.weight)
+        >>> loss_function = liger.losses.FusedLinearDPOLoss(beta=0.1)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, ref_input=ref_input, ref_weight=ref_weight
+        ... )
     """
 
     @arguments(
@@ -365,7 +367,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
         return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + exponential
 
 
-# --- without a reference model ------------------------------------------------------------------------------------
+# --- without a reference model ------------------------------------------------------------------------------
 
 
 def _log1mexp(x):
@@ -390,8 +392,8 @@ class FusedLinearORPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearORPOLoss(beta=0.1)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearORPOLoss(beta=0.1)
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, use_ref_model=FLAG)
@@ -441,8 +443,8 @@ class FusedLinearCPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearCPOLoss(loss_type="hinge")
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearCPOLoss(loss_type="hinge")
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(
@@ -501,8 +503,8 @@ class FusedLinearSimPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearSimPOLoss(gamma=0.5)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearSimPOLoss(gamma=0.5)
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(

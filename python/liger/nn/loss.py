@@ -50,7 +50,8 @@ def _check_class_weight(op, name, weight):
 
 
 class _CrossEntropyOptions(nn.Module):
-    """Options that both losses share, with the names of :class:`torch.nn.CrossEntropyLoss` where it has them."""
+    """Options that both losses share, with the names of :class:`torch.nn.CrossEntropyLoss` where it has
+    them."""
 
     weight: torch.Tensor | None
 
@@ -113,12 +114,13 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         group, vocab_start, vocab_size: for logits that are sharded along the classes, as in
             :func:`liger.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only the loss
-            uses.
+        inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only
+            the loss uses.
 
     Shape:
-        logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which replaces
-        the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md defines each.
+        logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which
+        replaces the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md
+        defines each.
 
     Returns:
         The loss in float32 (float64 for float64 logits), () or the shape of target; with metrics a
@@ -131,8 +133,8 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
     Example::
 
-        criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
-        loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
+        >>> criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
+        >>> loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
 
     Source: as :func:`liger.cross_entropy`.
     """
@@ -185,14 +187,17 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
             :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
         group, vocab_start, vocab_size: for an lm_head that is sharded along the classes, as in
             :func:`liger.fused_linear_ce`.
-        accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
-        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
-        accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32 ``main_grad``, or to
-            its ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_ce`.
+        accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None:
+            float32.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
+            unset.
+        accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32
+            ``main_grad``, or to its ``grad``, without a temporary of its size, as in
+            :func:`liger.fused_linear_ce`.
 
     Shape:
-        input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one element.
-        Dtypes as in :func:`liger.fused_linear_ce`.
+        input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one
+        element. Dtypes as in :func:`liger.fused_linear_ce`.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), () or the shape of target; with metrics a
@@ -205,8 +210,8 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
 
     Example::
 
-        criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
-        loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
+        >>> criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
+        >>> loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
     Source: docs/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
@@ -270,20 +275,20 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
 class LMHeadLoss(nn.Linear):
     """An lm_head that returns logits or, given targets, the loss without materialising all logits.
 
-    ``forward`` computes the loss, so hooks that gather a sharded weight (FSDP2, ZeRO-3) treat the head as any other
-    linear layer, and its weight can be tied to an embedding.
+    ``forward`` computes the loss, so hooks that gather a sharded weight (FSDP2, ZeRO-3) treat the head as any
+    other linear layer, and its weight can be tied to an embedding.
 
     Args:
         hidden_size, vocab_size: input and output features of the linear layer.
         bias: whether it has a bias.
         device, dtype: of the parameters.
         ce_weight: (V,) class weights of the loss.
-        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`, but no group: a weight that is a DTensor
-            says itself over which processes its classes are sharded.
+        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`, but no group: a weight that is a
+            DTensor says itself over which processes its classes are sharded.
 
     Shape:
-        input: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...); denominator: one
-        element.
+        input: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...);
+        denominator: one element.
 
     Returns:
         Without target the logits, (..., vocab_size), with the softcap applied; with target the loss, or with
@@ -296,8 +301,8 @@ class LMHeadLoss(nn.Linear):
 
     Example::
 
-        head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
-        loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
+        >>> head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
+        >>> loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
 
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """

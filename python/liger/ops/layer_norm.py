@@ -1,7 +1,8 @@
 """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): torch kernels, API.
 
-With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32
-with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
+With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in
+float32 with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two
+large numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .._core.op.backend import register_family
 from .._core.op.declared import derive
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
@@ -51,7 +52,7 @@ register_family(
 _layer_norm = derive("layer_norm")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, eps=NOT_NEGATIVE)

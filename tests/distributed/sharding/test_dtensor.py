@@ -1,4 +1,5 @@
-"""The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no token."""
+"""The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no
+token."""
 
 import pytest
 import ranks

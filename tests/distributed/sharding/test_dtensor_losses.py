@@ -132,7 +132,8 @@ def test_metrics_of_logprobs_of_sharded_tokens(name):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
 def test_divergences_of_sharded_tokens(name, reduction):
-    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its gradient."""
+    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its
+    gradient."""
     target, token_weight, teacher = targets(B, T), random(B, T, seed=4).abs(), random(B, T, V, seed=5)
     part = Shard(1)
 

@@ -1,4 +1,5 @@
-"""Patched models whose lm_head shards its classes by tensor parallelism: the loss is of the vocabulary-parallel op.
+"""Patched models whose lm_head shards its classes by tensor parallelism: the loss is of the
+vocabulary-parallel op.
 
 torch's parallelize_module shards the models, before or after they are patched, or transformers does.
 """
@@ -98,8 +99,8 @@ def train(model, steps):
 
 
 class Heads(TorchDispatchMode):
-    """``weights`` has the shape of the weight in each call of the vocabulary-parallel op; ``from_logits`` counts losses
-    that are computed from logits."""
+    """``weights`` has the shape of the weight in each call of the vocabulary-parallel op; ``from_logits``
+    counts losses that are computed from logits."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +288,7 @@ def test_unpatch(tmp_path):
     assert model.lm_head.forward is forward and type(model.lm_head) is torch.nn.Linear
 
 
-# --- what is not supported --------------------------------------------------------------------------------------------
+# --- what is not supported ----------------------------------------------------------------------------------
 
 
 def assert_from_logits(model, expected, reason, caplog):

@@ -1,4 +1,5 @@
-"""accumulate_grad_weight under fully_shard, and with a weight that is a DTensor. test_ddp.py has it under DDP."""
+"""accumulate_grad_weight under fully_shard, and with a weight that is a DTensor. test_ddp.py has it under
+DDP."""
 
 import pytest
 import ranks

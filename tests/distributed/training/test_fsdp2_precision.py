@@ -1,4 +1,5 @@
-"""fully_shard (FSDP2) of patched models: checkpointing, mixed precision, ignored labels, the router's loss."""
+"""fully_shard (FSDP2) of patched models: checkpointing, mixed precision, ignored labels, the router's
+loss."""
 
 import families
 import pytest

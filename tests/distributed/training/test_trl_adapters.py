@@ -1,4 +1,5 @@
-"""liger.trl under DDP and FSDP2: losses and gradients of two ranks are those of TRL's own trainer in one process."""
+"""liger.trl under DDP and FSDP2: losses and gradients of two ranks are those of TRL's own trainer in one
+process."""
 
 import pytest
 import ranks
@@ -78,7 +79,7 @@ CASES = {
 }
 
 
-# --- ways of being distributed ------------------------------------------------------------------------------------
+# --- ways of being distributed ------------------------------------------------------------------------------
 
 
 def ddp(model):

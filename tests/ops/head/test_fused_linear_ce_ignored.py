@@ -51,7 +51,7 @@ def layer(mask, device, hidden=24, vocab=VOCAB, dtype=torch.float32, ignore_inde
     return tensors, target
 
 
-# --- values, gradients, metrics -----------------------------------------------------------------------------------
+# --- values, gradients, metrics -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "all and denominator"])
@@ -197,7 +197,7 @@ def test_inputs_are_not_written_and_bits_repeat(device):
         assert torch.equal(leaf, value)
 
 
-# --- the saving ---------------------------------------------------------------------------------------------------
+# --- the saving ---------------------------------------------------------------------------------------------
 
 
 def flops_of_products(function):

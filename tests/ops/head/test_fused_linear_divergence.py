@@ -233,7 +233,8 @@ def test_logits_fit_the_budget(device, monkeypatch, dtype):
 @pytest.mark.parametrize("exact", [False, True], ids=["16-bit sum", "float32 sum"])
 @pytest.mark.parametrize("rows", [100, 1500, 8192, 50000])
 def test_chunks_of_large_heads(rows, exact, products, wide):
-    """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is elsewhere."""
+    """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is
+    elsewhere."""
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 128256))
     beside = products * (2 if wide else 1)
     chunk, chunks, part = module._plan(x, weight, (True, True, True), exact, None, beside)

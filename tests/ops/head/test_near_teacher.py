@@ -1,7 +1,8 @@
-"""A student near its teacher: its gradient is a small difference of logits, and no less exact than one of far ones.
+"""A student near its teacher: its gradient is a small difference of logits, and no less exact than one of far
+ones.
 
-Against float64, by the norm of errors: at most twice that of the exact gradient rounded once to its dtype, or twice
-that of the same formula with operands, logits and what follows in float32, where that is more.
+Against float64, by the norm of errors: at most twice that of the exact gradient rounded once to its dtype, or
+twice that of the same formula with operands, logits and what follows in float32, where that is more.
 """
 
 import pytest

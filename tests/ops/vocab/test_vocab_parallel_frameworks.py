@@ -124,7 +124,8 @@ def test_compiled(tmp_path):
 
 
 def _layouts(rank, world):
-    """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their shape."""
+    """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their
+    shape."""
     tokens, batch = 5, 3
     x, weight, bias, target = random_layer(tokens * batch, 6, 11, "cpu")
     x, target = x.view(tokens, batch, 6), target.view(tokens, batch)

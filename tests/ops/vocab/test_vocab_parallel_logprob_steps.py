@@ -33,7 +33,8 @@ TOLERANCE = 3e-5
 
 @contextlib.contextmanager
 def engine_calls(**changes):
-    """Replaces the compiled steps; yields a list of ("forward" or "backward", chunk, whether exponentials are kept)."""
+    """Replaces the compiled steps; yields a list of ("forward" or "backward", chunk, whether exponentials are
+    kept)."""
     ran = []
 
     class Steps(LogProbSteps):
@@ -121,8 +122,8 @@ def test_every_option(world, tmp_path):
 
 
 def _surprising_targets(rank, world):
-    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by hundreds of
-    nats. Classes are targets of several rows, and ignored rows are NaN."""
+    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
+    hundreds of nats. Classes are targets of several rows, and ignored rows are NaN."""
     for seed, (budget, with_entropy) in enumerate(itertools.product((BUDGET, None), (False, True))):
         torch.manual_seed(seed)
         x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")

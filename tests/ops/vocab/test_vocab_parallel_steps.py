@@ -118,8 +118,9 @@ test_every_option.pytestmark = [*test_every_option.pytestmark, *processes]
 
 
 def _surprising_targets(rank, world):
-    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by hundreds of
-    nats, also where no tile overflows. Classes are targets of several rows, and ignored rows are NaN."""
+    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
+    hundreds of nats, also where no tile overflows. Classes are targets of several rows, and ignored rows are
+    NaN."""
     for seed, softcap in ((0, None), (1, None), (2, 120.0)):
         torch.manual_seed(seed)
         x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
@@ -225,7 +226,7 @@ def test_all_processes_choose_the_same(tmp_path):
 test_all_processes_choose_the_same.pytestmark = processes
 
 
-# --- without processes ------------------------------------------------------------------------------------------------
+# --- without processes --------------------------------------------------------------------------------------
 
 
 def test_the_steps_have_the_arguments_of_the_ops():
@@ -243,7 +244,8 @@ def test_the_steps_have_the_arguments_of_the_ops():
 
 @pytest.mark.parametrize(("rows", "hidden"), [(8192, 2048), (16384, 2048), (8192, 4096), (16384, 4096)])
 def test_memory_of_a_device(rows, hidden):
-    """Beyond its inputs, no more than the whole head on one device takes; the sizes of docs/performance/heads.md."""
+    """Beyond its inputs, no more than the whole head on one device takes; the sizes of
+    docs/performance/heads.md."""
     mib, vocab, world = 1 << 20, 128256, 2
 
     def bytes_of(classes, float32_sum):

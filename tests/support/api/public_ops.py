@@ -18,7 +18,8 @@ class Case:
 
     Attributes:
         function: takes the tensors of the op by position.
-        plain: the same in plain torch; None: the torch backend, which is the reference formula of a declared op.
+        plain: the same in plain torch; None: the torch backend, which is the reference formula of a declared
+            op.
         make: (tokens) -> inputs.
         token_dims: per input, the dimension of the tokens, or None.
         alike: how many of the first inputs have the shape of the first one.

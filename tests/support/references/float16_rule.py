@@ -1,7 +1,8 @@
-"""The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in float16.
+"""The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in
+float16.
 
-docs/performance/fused_linear_ce_sm90.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The constants
-are those of csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
+docs/performance/fused_linear_ce_sm90.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The
+constants are those of csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
 """
 
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ def exponentials(z, target, is_element):
     """The exponentials of a chunk as both gradient GEMMs read them.
 
     Returns:
-        exponentials; per row its reference, its sum, the number as which an exponential of 1 is stored, whether it has
-        the one-hot term as an element (that of ``is_element``, or its target has most of the probability), and whether
-        a pass shifts it; and the largest number before rounding.
+        exponentials; per row its reference, its sum, the number as which an exponential of 1 is stored,
+        whether it has the one-hot term as an element (that of ``is_element``, or its target has most of the
+        probability), and whether a pass shifts it; and the largest number before rounding.
     """
     reference = references(z, target)
     e, totals = row_sums(z, reference)
@@ -100,17 +101,20 @@ def unit_exponent(largest):
 
 
 def largest_beside_target(u, w, logprob, entropy):
-    """A bound of ``|u * p + w * p * (log p + entropy)|`` for the probabilities of the classes beside the target."""
+    """A bound of ``|u * p + w * p * (log p + entropy)|`` for the probabilities of the classes other than the
+    target."""
     most = (BOUND_ERROR - logprob.expm1()).clamp_max(1.0)
     end, turn = most * (most.log() + entropy).abs(), (-1 - entropy).exp()
     return u.abs() * most + w.abs() * torch.where(most > turn, torch.maximum(end, turn), end)
 
 
 def entropy_gradient(stored, sums, z, target, is_element, u, w, with_unit=True):
-    """The second matrix, with a gradient of entropies: from the exponentials as they are stored, and their sums.
+    """The second matrix, with a gradient of entropies: from the exponentials as they are stored, and their
+    sums.
 
     Returns:
-        the matrix, the power of two per row by which it is multiplied, and its largest number before rounding.
+        the matrix, the power of two per row by which it is multiplied, and its largest number before
+        rounding.
     """
     logp = z.log_softmax(1)
     entropy = -(logp.exp() * logp).sum(1)

@@ -23,8 +23,8 @@ def leaf(tensor, dtype=None):
 
 
 def packed(tensors, target):
-    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; some rows belong to
-    no sequence. Returns (the tensors, (1, T, ...)), cumulative lengths."""
+    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; some rows
+    belong to no sequence. Returns (the tensors, (1, T, ...)), cumulative lengths."""
     lengths = [int((row != -100).nonzero().max()) + 1 if (row != -100).any() else 2 for row in target]
     ends = torch.tensor([0, *lengths], device=target.device).cumsum(0).int()
     parts = [torch.cat([t[i, :n] for i, n in enumerate(lengths)] + [t[0, :3]]) for t in tensors]

@@ -1,4 +1,5 @@
-"""The post-training losses as their papers write them: a loop over sequences, all logits at once, any dtype."""
+"""The post-training losses as their papers write them: a loop over sequences, all logits at once, any
+dtype."""
 
 import torch
 import torch.nn.functional as F

@@ -325,7 +325,8 @@ def _pair(d):
 
 
 def _divergence_of(*option):
-    """Samples of a public op with one option of its own, or none, between the denominator and the temperature."""
+    """Samples of a public op with one option of its own, or none, between the denominator and the
+    temperature."""
 
     def samples(d):
         *pair, target, token_weight = _pair(d)

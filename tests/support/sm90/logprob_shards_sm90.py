@@ -42,7 +42,8 @@ def heads_of(shape, bounds, x, weight, target, temperature=1.0):
 
 
 def plans_of(shape, ranks, entropy=False, keep=False):
-    """(plan of the forward, plan of the backward) with metrics and, with ``entropy``, a gradient of entropies."""
+    """(plan of the forward, plan of the backward) with metrics and, with ``entropy``, a gradient of
+    entropies."""
     x, weight = torch.empty(shape.rows, shape.hidden), torch.empty(shape.vocab, 0)
     (head, *_) = heads_of(shape, [0, shape.vocab], x, weight, None)
     with group_of(ranks):

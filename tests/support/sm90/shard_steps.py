@@ -1,8 +1,8 @@
 """The compiled steps of fused_linear_ce on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that overflow, first
-rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are rounded to the
-dtype of the operands.
+They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that
+overflow, first rows of classes, and exponentials that are moved to another reference. Exponentials and scaled
+rows are rounded to the dtype of the operands.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ MOST_DISTANCE = 40.0
 class ReferenceSteps:
     """One instance for one call, as :class:`liger.distributed.vocab.sm90.CompiledSteps`.
 
-    ``overflows`` and ``moved`` count the tiles that were computed again, and the rows whose exponentials were rescaled,
-    of all instances.
+    ``overflows`` and ``moved`` count the tiles that were computed again, and the rows whose exponentials were
+    rescaled, of all instances.
     """
 
     overflows = moved = 0

@@ -1,4 +1,5 @@
-"""Attentions that differ from the usual form in one respect: which of them get norms and rotation in one op."""
+"""Attentions that differ from the usual form in one respect: which of them get norms and rotation in one
+op."""
 
 import pytest
 import torch

@@ -125,7 +125,8 @@ def test_rotations_that_are_left(function):
 
 
 def test_layouts_that_the_function_does_not_rotate_reach_it():
-    """Without a dimension for heads, tables of (T, R) fit (B, H, T, D), and by chance (B, T, H, D) where H is T."""
+    """Without a dimension for heads, tables of (T, R) fit (B, H, T, D), and by chance (B, T, H, D) where H is
+    T."""
 
     def broadcast(q, k, cos, sin):
         calls.append(1)

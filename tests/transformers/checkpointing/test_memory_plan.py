@@ -116,7 +116,7 @@ def test_no_measurement_no_layer():
     assert MemoryPlan([1, 1], (5,)).most(False, (5,), 10**9, 2) == 0
 
 
-# --- counted bytes ------------------------------------------------------------------------------------------------
+# --- counted bytes ------------------------------------------------------------------------------------------
 
 
 def test_probe_counts_each_saved_storage_once():

@@ -1,4 +1,5 @@
-"""liger.patch(model, accumulate_grad_weight=True): micro-batches add to main_grad or grad of the head's weight."""
+"""liger.patch(model, accumulate_grad_weight=True): micro-batches add to main_grad or grad of the head's
+weight."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""Patched experts: recognised by trial, with the losses and gradients of the unpatched model, in less memory."""
+"""Patched experts: recognised by trial, with the losses and gradients of the unpatched model, in less
+memory."""
 
 import copy
 import pickle
@@ -202,7 +203,7 @@ def test_compiled_without_recompiles_for_another_routing(device):
     assert counter.frame_count == 1
 
 
-# --- experts_implementation="liger" ---------------------------------------------------------------------------------
+# --- experts_implementation="liger" -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])

@@ -1,4 +1,5 @@
-"""The forward of fused_linear_logprobs keeps logits or exponentials for its backward, which then skips a GEMM.
+"""The forward of fused_linear_logprobs keeps logits or exponentials for its backward, which then skips a
+GEMM.
 
 ``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: the exponentials
 of all rows, as the wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: the logits
@@ -68,7 +69,8 @@ def engine_can(input, weight, bias, softcap, float32_logits=False):
 
 
 def engine_takes(input, weight, bias, softcap, float32_logits=False):
-    """True if the engine computes the log-probabilities: it belongs to the cuda backend of fused_linear_ce."""
+    """True if the engine computes the log-probabilities: it belongs to the cuda backend of
+    fused_linear_ce."""
     return _engine_is_chosen() and engine_can(input, weight, bias, softcap, float32_logits)
 
 

@@ -1,8 +1,9 @@
-"""The low-rank term of an lm_head with adapters (LoRA): logits ``x W^T + down B^T`` with ``down = scale * x A^T``.
+"""The low-rank term of an lm_head with adapters (LoRA): logits ``x W^T + down B^T`` with
+``down = scale * x A^T``.
 
-Nothing of the size of the weight is allocated: the term is added to a chunk of logits, and the gradients of its factors
-are products with the gradient of that chunk. ``W + scale * B A`` would be a second weight, which in bfloat16 rounds
-small updates away, and ``[W, B]`` would be a copy.
+Nothing of the size of the weight is allocated: the term is added to a chunk of logits, and the gradients of
+its factors are products with the gradient of that chunk. ``W + scale * B A`` would be a second weight, which
+in bfloat16 rounds small updates away, and ``[W, B]`` would be a copy.
 """
 
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from ..op.arguments import check_device, check_floating, check_shape, wrong_shap
 
 
 def check_factors(op, names, input, weight, lora_a, lora_b):
-    """Raises RuntimeError unless lora_a (r, H), which may be None, and lora_b (V, r) fit input (..., H) and weight
-    (V, H).
+    """Raises RuntimeError unless lora_a (r, H), which may be None, and lora_b (V, r) fit input (..., H) and
+    weight (V, H).
 
     ``names``: of input and weight in the public function.
     """

@@ -1,8 +1,8 @@
 """The rows of a batch that an lm_head computes: all, or all that are not ignored.
 
-Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a chunk in a
-tensor of all rows: a slice of all, or an index of valid rows. ``tensor[at]`` is a view of the one and a copy of the
-other, and so the two differ in where a gradient of the hidden states is written.
+Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a
+chunk in a tensor of all rows: a slice of all, or an index of valid rows. ``tensor[at]`` is a view of the one
+and a copy of the other, and so the two differ in where a gradient of the hidden states is written.
 """
 
 import torch
@@ -96,8 +96,8 @@ class ValidRows(AllRows):
 def computed_rows(target, ignore_index, skip):
     """:class:`AllRows`, or with ``skip`` :class:`ValidRows` if some row is ignored.
 
-    With ``skip`` the host waits for the device to count the rows, except under CUDA graph capture, where all rows are
-    computed. The caller therefore first launches and allocates what does not depend on the number.
+    With ``skip`` the host waits for the device to count the rows, except under CUDA graph capture, where all
+    rows are computed. The caller therefore first launches and allocates what does not depend on the number.
     """
     if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         index = (~ignored_rows(target, ignore_index)).nonzero().squeeze(1)

@@ -4,7 +4,8 @@ import torch
 
 
 def laid_out_like(x, tensor):
-    """``tensor`` with the dtype and the strides of ``torch.empty_like(x)``: itself if it has both, else a copy."""
+    """``tensor`` with the dtype and the strides of ``torch.empty_like(x)``: itself if it has both, else a
+    copy."""
     out_strides = torch.empty_like(x, device="meta").stride()
     if tensor.dtype == x.dtype and tensor.stride() == out_strides:
         return tensor

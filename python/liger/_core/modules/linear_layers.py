@@ -1,4 +1,5 @@
-"""Recognition of modules that are linear layers and nothing else, and of outputs that their caller may overwrite."""
+"""Recognition of modules that are linear layers and nothing else, and of outputs that their caller may
+overwrite."""
 
 from __future__ import annotations
 

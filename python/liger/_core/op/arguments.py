@@ -1,7 +1,8 @@
 """Checks of the arguments of public functions and modules (docs/errors.md).
 
-:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The ops check
-shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name than in the op.
+:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The
+ops check shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name
+than in the op.
 """
 
 import functools
@@ -32,7 +33,8 @@ class Rule(NamedTuple):
         expected: the condition in words, for error messages.
         has_type: a value that fails it raises TypeError.
         in_range: called only with values that have the type, hence ``Any``.
-        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type lacks.
+        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type
+            lacks.
     """
 
     expected: str
@@ -55,8 +57,8 @@ def _is_number(value: object) -> bool:
     return is_real and not isinstance(value, bool)
 
 
-# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where that is
-# subnormal. All comparisons are with integers of any size, which would not always convert to a float.
+# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where
+# that is subnormal. All comparisons are with integers of any size, which would not always convert to a float.
 _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
@@ -129,7 +131,8 @@ NUMBER_OR_TENSOR = Rule(
 ANYTHING = Rule("anything", lambda v: True)
 GROUP = Rule(
     "a process group",
-    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their rank.
+    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their
+    # rank.
     lambda v: (
         torch.distributed.is_available()
         and (
@@ -148,7 +151,8 @@ def names_among(*known: str) -> Rule:
     )
 
 
-# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
+# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of
+# arguments().
 
 # Options of every function with an lm_head.
 HEAD: dict[str, Any] = {
@@ -176,8 +180,8 @@ CE_OPTIONS: dict[str, Any] = {
 
 
 def layout_of(tensor):
-    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided. None for
-    all other tensors."""
+    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided.
+    None for all other tensors."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized:
@@ -206,8 +210,8 @@ def dtype_name(dtype):
 
 
 def check(op, name, value, rule, optional=False):
-    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a tensor of a
-    layout that no op takes; None passes if ``optional``."""
+    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a
+    tensor of a layout that no op takes; None passes if ``optional``."""
     if value is None and optional:
         return
     if not rule.has_type(value):
@@ -270,21 +274,22 @@ def arguments(
     used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
 ) -> Callable[[_Callable], _Callable]:
-    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the default.
+    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the
+    default.
 
-    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument may be
-    None if that is its default or if ``optional`` names it.
+    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument
+    may be None if that is its default or if ``optional`` names it.
 
     Args:
-        late: check only after the function has raised, to name the argument in the message. For ops whose host time
-            counts; the op itself must refuse everything that the rules refuse. A RuntimeError of the op about an
-            argument that has a rule, such as a number of groups that does not divide the channels, becomes a
-            ValueError.
-        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
-            ranges.
+        late: check only after the function has raised, to name the argument in the message. For ops whose
+            host time counts; the op itself must refuse everything that the rules refuse. A RuntimeError of
+            the op about an argument that has a rule, such as a number of groups that does not divide the
+            channels, becomes a ValueError.
+        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not
+            check their ranges.
 
-    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the
-    function or, for a method, of the class.
+    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of
+    the function or, for a method, of the class.
     """
 
     def decorate(function: _Callable) -> _Callable:
@@ -356,7 +361,7 @@ def arguments(
     return decorate
 
 
-# --- shapes, dtypes and devices -----------------------------------------------------------------------------------
+# --- shapes, dtypes and devices -----------------------------------------------------------------------------
 
 
 def wrong_shape(op, name, tensor, expected):
@@ -407,7 +412,8 @@ def check_divisor(op, name, tensor):
 def check_ignore_index(op, name, target, ignore_index):
     """Raises ValueError for an ``ignore_index`` that the dtype of the target cannot hold.
 
-    No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
+    No target has that value, but torch compares in the dtype of the target, where it is the value of another
+    class.
     """
     if -(2**31) <= ignore_index < 2**31 or (target.dtype != torch.int32 and -(2**63) <= ignore_index < 2**63):
         return
@@ -453,7 +459,8 @@ def check_logits_dtype(op, input_name, input, logits_dtype):
 
 
 def check_layer(op, names, input, weight, bias, target=None, float32_weight=False):
-    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public function.
+    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public
+    function.
 
     Args:
         op: the public name.
@@ -488,7 +495,8 @@ def check_layer(op, names, input, weight, bias, target=None, float32_weight=Fals
 
 
 def check_classes(op, name, classes, vocab, ignore_index=None):
-    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would synchronise."""
+    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would
+    synchronise."""
     if classes.device.type != "cpu":
         return
     bad = (classes < 0) | (classes >= vocab)
@@ -504,7 +512,7 @@ def check_classes(op, name, classes, vocab, ignore_index=None):
 
 
 def check_given_classes(*arguments):
-    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see the
-    check. The op repeats the check with its own argument names."""
+    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see
+    the check. The op repeats the check with its own argument names."""
     if is_plain_eager_call(arguments[2:3]):
         check_classes(*arguments)

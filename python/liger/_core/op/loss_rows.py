@@ -33,10 +33,11 @@ class Tokens(NamedTuple):
 
 
 def memory_order(x):
-    """The order of the token dimensions of (tokens..., features) in which they flatten to rows without a copy.
+    """The order of the token dimensions of (tokens..., features) in which they flatten to rows without a
+    copy.
 
-    None: their own order, or no order does, or torch.compile traces, where strides may be symbols that cannot be
-    sorted. Megatron's (s, b, h) is such a tensor if it comes as a (b, s, h) view.
+    None: their own order, or no order does, or torch.compile traces, where strides may be symbols that cannot
+    be sorted. Megatron's (s, b, h) is such a tensor if it comes as a (b, s, h) view.
     """
     if x.dim() < 3 or is_dtensor(x) or torch.compiler.is_compiling() or x.is_contiguous() or x.numel() == 0:
         return None

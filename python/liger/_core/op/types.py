@@ -21,7 +21,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 DivergenceReduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
-# --- options, for type checkers: the functions have the defaults ------------------------------------------------------
+# --- options, for type checkers: the functions have the defaults --------------------------------------------
 
 
 class ShardOptions(TypedDict, total=False):

@@ -36,13 +36,14 @@ def environment_flag(name: str, default: str = "0") -> bool:
 
 
 def triton_interpreted() -> bool:
-    """True if TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as environment_flag."""
+    """True if TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as
+    environment_flag."""
     return environment_flag("TRITON_INTERPRET")
 
 
 def targets_checked() -> bool:
-    """True if LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
-    environment_flag."""
+    """True if LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises
+    ValueError as environment_flag."""
     return environment_flag("LIGER_CHECK_TARGETS")
 
 
@@ -53,7 +54,8 @@ def wgmma_engine_allowed() -> bool:
 
 
 def python_nodes() -> bool:
-    """True if LIGER_AUTOGRAD is python: autograd nodes are then Python objects, also where the build has them in C++.
+    """True if LIGER_AUTOGRAD is python: autograd nodes are then Python objects, also where the build has them
+    in C++.
 
     Raises:
         ValueError: any other value than auto or python.

@@ -1,7 +1,8 @@
 """Norms, gated units and other row-wise functions, with the arguments of liger_kernel.
 
 ``in_place`` has no effect anywhere: no function writes into a tensor of the caller or into a gradient.
-``..._forward`` and ``..._backward`` are the halves of an op, for autograd functions of others: they record no graph.
+``..._forward`` and ``..._backward`` are the halves of an op, for autograd functions of others: they record no
+graph.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     """The forward of :func:`liger.rms_norm`; ``row_mode`` has no effect.
 
     Returns:
-        The output, X as (rows, hidden size), the reciprocals (rows,) of the root mean squares, the block size and
-        the number of warps of liger_kernel's kernel, and the number of the casting mode.
+        The output, X as (rows, hidden size), the reciprocals (rows,) of the root mean squares, the block size
+        and the number of warps of liger_kernel's kernel, and the number of the casting mode.
     """
     number, mode = _casting_mode("rms_norm_forward", casting_mode)
     rows = X.detach().reshape(-1, X.shape[-1])
@@ -75,8 +76,8 @@ def rms_norm_backward(
 ):
     """The gradients of X, in the shape of dY, and of W, for what :func:`rms_norm_forward` returned.
 
-    ``BLOCK_SIZE``, ``num_warps`` and ``row_mode`` have no effect. The gradient of W is None without W, and with
-    ``needs_dw=False``.
+    ``BLOCK_SIZE``, ``num_warps`` and ``row_mode`` have no effect. The gradient of W is None without W, and
+    with ``needs_dw=False``.
     """
     _, mode = _casting_mode("rms_norm_backward", casting_mode)
     weight, needs_dw = _parameter_for(X, W), W is not None and needs_dw is not False

@@ -1,4 +1,5 @@
-"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their order."""
+"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their
+order."""
 
 from __future__ import annotations
 

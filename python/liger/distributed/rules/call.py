@@ -1,4 +1,5 @@
-"""One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local tensors."""
+"""One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local
+tensors."""
 
 import re
 import warnings
@@ -17,8 +18,8 @@ class Call:
     """The arguments of an op by name. DTensors become local tensors with :meth:`redistribute`.
 
     Raises:
-        RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one element:
-            such a tensor could be the global tensor or a shard.
+        RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one
+            element: such a tensor could be the global tensor or a shard.
     """
 
     def __init__(self, op, args, kwargs):
@@ -55,7 +56,8 @@ class Call:
         return (Replicate(),) * self.mesh.ndim
 
     def redistribute(self, placements, *names):
-        """Redistributes arguments to these placements and makes them local. None and plain tensors do not change.
+        """Redistributes arguments to these placements and makes them local. None and plain tensors do not
+        change.
 
         Raises:
             RuntimeError: an argument that the op writes would have to move.

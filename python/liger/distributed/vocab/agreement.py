@@ -1,8 +1,9 @@
 """The first exchange between the processes of a group in a vocabulary-parallel call.
 
-Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the same on all
-processes. An error on one process is therefore an error on all, and none of them hangs. On the CPU this is one small
-all-gather per call. For CUDA tensors it would make the host wait, so there the processes agree on a layout once.
+Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the
+same on all processes. An error on one process is therefore an error on all, and none of them hangs. On the
+CPU this is one small all-gather per call. For CUDA tensors it would make the host wait, so there the
+processes agree on a layout once.
 """
 
 import contextlib
@@ -84,7 +85,8 @@ def meet(op, group, shards: VocabShards, classes, target, same):
         same: {name: value} of what has to be the same on all processes, with the options.
 
     Raises:
-        RuntimeError: a process has raised, shards that do not cover the vocabulary once, or values that differ.
+        RuntimeError: a process has raised, shards that do not cover the vocabulary once, or values that
+            differ.
     """
     _call.met = True
     agreed, key = _agreed.setdefault(group, {}), (op, shards, classes)
@@ -103,7 +105,8 @@ def meet(op, group, shards: VocabShards, classes, target, same):
 
 
 def may_have_empty_shards(op, group, shards, classes):
-    """True if some process of a call has no class, or if its processes have not met, under CUDA graph capture."""
+    """True if some process of a call has no class, or if its processes have not met, under CUDA graph
+    capture."""
     return _agreed.get(group, {}).get((op, shards, classes), True)
 
 
@@ -149,7 +152,8 @@ def _exchange(op, said, group):
 
 
 def _group_of(tensor, dim, group):
-    """The group of a call that has failed; None if no process can wait for this one, or that cannot be known."""
+    """The group of a call that has failed; None if no process can wait for this one, or that cannot be
+    known."""
     try:
         if group is None and isinstance(tensor, DTensor):
             return vocab_group(tensor, dim)

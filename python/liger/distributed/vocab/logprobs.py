@@ -38,8 +38,9 @@ _library.define(
     " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor stats, Tensor log_sum_sq_probs, Tensor mean_logits,"
     " Tensor kept, Tensor kept_rows)"
 )
-# keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory budget.
-# stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: results of a forward with `keep`.
+# keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory
+# budget. stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: results of a
+# forward with `keep`.
 _library.define(
     f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats,"
     f" Tensor entropy, {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
@@ -49,8 +50,8 @@ _library.define(
 
 
 class _Shard(NamedTuple):
-    """Statistics of rows over the classes of one process, or of every process after the exchange. Each process adds in
-    the order of ranks, so all get the same bits."""
+    """Statistics of rows over the classes of one process, or of every process after the exchange. Each
+    process adds in the order of ranks, so all get the same bits."""
 
     largest: torch.Tensor  # logit
     total: torch.Tensor  # sum of exp(z - largest); 0 on a process whose logits are all -inf
@@ -114,7 +115,8 @@ class _Shard(NamedTuple):
         return cls(*(next(parts) if flag else None for flag in flags))
 
     def merged(self):
-        """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless requested."""
+        """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless
+        requested."""
         reference = self.largest.amax(0)
         # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
@@ -125,7 +127,8 @@ class _Shard(NamedTuple):
         logprobs = (self.logprobs + log_share).amax(0)
         entropy = argmax = total.new_empty(0)
         if self.entropy is not None:
-            # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a process.
+            # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a
+            # process.
             share = log_share.exp()
             entropy = torch.where(share == 0.0, 0.0, share * (self.entropy - log_share)).sum(0)
         if self.argmax is not None:
@@ -150,7 +153,7 @@ def _as_classes(bits):
     return bits.view(torch.int64 if bits.dtype == torch.float64 else torch.int32).long()
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def _bytes_per_logit(logits_dtype):
@@ -279,7 +282,7 @@ _library.impl("fused_linear_logprobs_forward", _forward, "CompositeExplicitAutog
 _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExplicitAutograd")
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
@@ -298,7 +301,7 @@ register_fake("liger_distributed::fused_linear_logprobs_backward")(
 )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):

@@ -54,7 +54,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::cross_entropy_forward")
@@ -86,7 +86,7 @@ def _(grad_loss, logits, *rest):
     return None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 # Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward
 # takes.
@@ -192,7 +192,7 @@ def _inplace_applies(logits):
     return non_overlapping([logits])
 
 
-# --- composite ----------------------------------------------------------------------------------------------------
+# --- composite ----------------------------------------------------------------------------------------------
 
 
 def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
@@ -226,7 +226,7 @@ _library = torch.library.Library("liger", "IMPL")
 _library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 # An empty tuple is also a sequence of names.

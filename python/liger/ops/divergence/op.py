@@ -1,7 +1,8 @@
-"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
+"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total
+variation.
 
-docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a weight per
-row and, except for "none", a sum over rows.
+docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a
+weight per row and, except for "none", a sum over rows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 def _fake_loss(student, per_row):
@@ -90,11 +91,12 @@ def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _gradient_in_forward(student, reduction):
-    """True if the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy.op`."""
+    """True if the forward computes the gradient; the same conditions as in
+    :mod:`liger.ops.cross_entropy.op`."""
     possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
     return possible and not is_traced(student)
 
@@ -102,7 +104,8 @@ def _gradient_in_forward(student, reduction):
 def _setup(ctx, inputs, output):
     student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
     refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
-    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad
+    # mode.
     ctx.has_gradient = need_grad and not per_row
     if ctx.has_gradient:
         ctx.save_for_backward(output[2])
@@ -133,12 +136,12 @@ divergence_forward_ = forbid_autograd("divergence_forward_")
 divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 
 
-# --- composites ---------------------------------------------------------------------------------------------------
+# --- composites ---------------------------------------------------------------------------------------------
 
 
 def flatten_pair(op, names, x, teacher, target, token_weight):
-    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,) or None,
-    and the :class:`Tokens` of a loss per row."""
+    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,)
+    or None, and the :class:`Tokens` of a loss per row."""
     if x.dim() < 1:
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
@@ -223,7 +226,8 @@ def nan_if_empty(loss, rows, batch, reduction, denominator):
 
 
 def jsd_divergence(beta):
-    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a KL."""
+    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a
+    KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
@@ -295,7 +299,7 @@ for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op
     _library.impl(_name, _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 DIVERGENCE_OPTIONS = {
@@ -328,31 +332,34 @@ def kl_div(
 
     Args:
         student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class with
-            probability 0. Of different dtypes one is promoted, at the cost of a copy.
-        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None: all rows
-            are valid.
+        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class
+            with probability 0. Of different dtypes one is promoted, at the cost of a copy.
+        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None:
+            all rows are valid.
         token_weight: (...), a factor of the loss of each row, any floating dtype.
-        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor with one
-            element. Pass the count of the whole batch to split it into micro-batches whose losses add up.
+        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor
+            with one element. Pass the count of the whole batch to split it into micro-batches whose losses
+            add up.
         reverse: ``KL(student || teacher)``, which is mode-seeking; False: ``KL(teacher || student)``.
         temperature: both logits are divided by it. The loss is not multiplied by its square.
-        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with respect
-            to them.
+        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with
+            respect to them.
         ignore_index: the target of ignored rows.
-        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or ``"batchmean"``, the sum
-            divided by the first dimension of student (nan if that is 0).
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or
+            ``"batchmean"``, the sum divided by the first dimension of student (nan if that is 0).
 
     Returns:
-        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student without
-        its last dimension. Differentiable once, in student.
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student
+        without its last dimension. Differentiable once, in student.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: options out of range, a temperature with ``log_probs``, a denominator with ``"none"``.
-        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires
+            grad.
 
-    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv 2306.08543.
+    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv
+    2306.08543.
     """
     denominator = denominator_tensor(denominator, student)
     return _kl_div(
@@ -374,10 +381,12 @@ def jsd(
     ignore_index: int = -100,
     reduction: DivergenceReduction = "mean",
 ) -> torch.Tensor:
-    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with the mixture
+    ``m = beta * teacher + (1 - beta) * student``.
 
     Args:
-        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as in GKD.
+        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as
+            in GKD.
         student, teacher and the others: as in :func:`liger.kl_div`.
 
     Returns:
@@ -418,7 +427,8 @@ def tvd(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
 
-    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
+    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv
+    2307.15190.
     """
     denominator = denominator_tensor(denominator, student)
     return _tvd_op(

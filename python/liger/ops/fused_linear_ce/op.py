@@ -51,7 +51,7 @@ from ..._core.runtime.memory_budget import check_budget_variable
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .lora import check_lora, lora_ce
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def _restricted(rule, rows):
@@ -107,7 +107,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_ce_forward")
@@ -119,7 +119,7 @@ def _(a):
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 # For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the
 # metrics.
@@ -135,7 +135,7 @@ fused_linear_ce_forward = differentiable_ce(
 )
 
 
-# --- composite ----------------------------------------------------------------------------------------------------
+# --- composite ----------------------------------------------------------------------------------------------
 
 
 def _float16_factor(rows, weight, target, bias, options, factors=()):
@@ -208,7 +208,7 @@ _library = torch.library.Library("liger", "IMPL")
 _library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 # An empty tuple is also a sequence of names.
@@ -313,8 +313,8 @@ def fused_linear_ce(
 
     Example::
 
-        loss = liger.fused_linear_ce(hidden_states, lm_head.weight, labels)
-        loss.backward()
+        >>> loss = liger.fused_linear_ce(input, weight, target)
+        >>> loss.backward()
     """
     check_budget_variable(memory_budget)
     options = CEOptions(

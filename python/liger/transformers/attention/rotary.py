@@ -24,7 +24,8 @@ def new_name(name):
 
 
 def is_rotary(name):
-    """True if a global of a forward is called like the functions of transformers that rotate queries and keys."""
+    """True if a global of a forward is called like the functions of transformers that rotate queries and
+    keys."""
     return "apply_" in name and ("rotary" in name or "rope" in name)
 
 
@@ -32,8 +33,8 @@ def is_rotary(name):
 class Function:
     """A function that rotates one or two tensors.
 
-    ``unsqueeze`` is None if the function has that argument. ``layouts``: the numbers of dimensions of tensors and
-    tables for which it computes the form; other arguments reach the original.
+    ``unsqueeze`` is None if the function has that argument. ``layouts``: the numbers of dimensions of tensors
+    and tables for which it computes the form; other arguments reach the original.
     """
 
     form: Rotation | ComplexRotation
@@ -76,7 +77,8 @@ def renamed(function, calls):
 
 
 def rotary_function(original, found):
-    """A function with the signature of the original, which computes by the op what :class:`Function` allows."""
+    """A function with the signature of the original, which computes by the op what :class:`Function`
+    allows."""
     signature = _signature(original)
     names, defaults, tensors, tables = (
         signature.names,
@@ -156,7 +158,8 @@ def _signature(function):
 
 
 def attention(module):
-    """A recipe for a module that calls a rotary function in its forward, a reason, or None for another module."""
+    """A recipe for a module that calls a rotary function in its forward, a reason, or None for another
+    module."""
     forward = trials.original(module).forward
     if not inspect.isfunction(forward):
         return None
@@ -165,7 +168,8 @@ def attention(module):
 
 
 def _calls(function):
-    """(the calls to replace, why there are none); the reason is None if the function calls no rotary function."""
+    """(the calls to replace, why there are none); the reason is None if the function calls no rotary
+    function."""
     calls, reason = [], None
     for name in sorted(filter(is_rotary, globals_used(function))):
         namespace = uses_global(function, name)

@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """All-reduces a few integers over the ranks of a process group; without torch.distributed it returns them.
+    """All-reduces a few integers over the ranks of a process group; without torch.distributed it returns
+    them.
 
     Args:
         group: the process group; None: the default group, if there is one at the first use.

@@ -1,8 +1,9 @@
 """``checkpoint``: recomputes as many decoder layers as the memory asks for, and no more.
 
-A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last. It starts
-with full checkpointing, measures a step, and then lets the last layers keep their activations, because the backward
-frees theirs first. checkpointing/memory_plan.py has the arithmetic, docs/checkpointing.md the method.
+A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
+It starts with full checkpointing, measures a step, and then lets the last layers keep their activations,
+because the backward frees theirs first. checkpointing/memory_plan.py has the arithmetic,
+docs/checkpointing.md the method.
 """
 
 from __future__ import annotations
@@ -33,26 +34,29 @@ _LEAST_GROWTH = 0.25
 def checkpoint(
     model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
 ) -> _Model:
-    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their activations.
+    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their
+    activations.
 
-    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as the memory
-    needs, at most all of them. A step with more tokens than any before gets a new plan before it starts. Losses and
-    gradients are as without checkpointing. Each change of the plan prints one line on stderr, and
-    :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
+    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as
+    the memory needs, at most all of them. A step with more tokens than any before gets a new plan before it
+    starts. Losses and gradients are as without checkpointing. Each change of the plan prints one line on
+    stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
 
-    Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP, ``deepspeed.initialize``), and
-    before ``torch.compile``: compiled code neither measures nor changes the plan. Models without layers of transformers
-    must be patched first. ``liger.unpatch`` also ends it.
+    Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP,
+    ``deepspeed.initialize``), and before ``torch.compile``: compiled code neither measures nor changes the
+    plan. Models without layers of transformers must be patched first. ``liger.unpatch`` also ends it.
 
     Args:
-        model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of layers.
-        memory: what the process may allocate on the device at the peak of a step, weights and optimizer included: bytes
-            (int), a share of the memory of the device (float in (0, 1]), or "auto" for what is free after the first
-            step. A part of the device is left free in any case, 3 to 8 percent by measurement. On a CPU it must be in
-            bytes and counts parameters, gradients and the activations of layers alone. None ends the planning and
-            restores the checkpointing that the model had before, or that other code has turned on or off since.
-        tokens: the tokens of the longest step that will come, padding included, on any rank. None: the longest step so
-            far.
+        model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of
+            layers.
+        memory: what the process may allocate on the device at the peak of a step, weights and optimizer
+            included: bytes (int), a share of the memory of the device (float in (0, 1]), or "auto" for what
+            is free after the first step. A part of the device is left free in any case, 3 to 8 percent by
+            measurement. On a CPU it must be in bytes and counts parameters, gradients and the activations of
+            layers alone. None ends the planning and restores the checkpointing that the model had before, or
+            that other code has turned on or off since.
+        tokens: the tokens of the longest step that will come, padding included, on any rank. None: the
+            longest step so far.
         group: the process group that runs this model and must agree on a plan. None: all processes.
 
     Returns:
@@ -60,8 +64,8 @@ def checkpoint(
 
     Raises:
         TypeError: model is not a module, or memory or tokens have another type.
-        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on the CPU
-            of a machine with one: in the first step); a model without decoder layers.
+        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on
+            the CPU of a machine with one: in the first step); a model without decoder layers.
     """
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:
@@ -146,7 +150,7 @@ class Planner:
         # A step belongs to one graph, which copies do not have.
         return {**vars(self), "step": None}
 
-    # --- hooks ----------------------------------------------------------------------------------------------------
+    # --- hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, layer, args, kwargs):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
@@ -187,7 +191,7 @@ class Planner:
         self.step.graphs.append(weakref.ref(hook))
         hidden.register_hook(hook)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def _begin(self, hidden):
         if hidden.device.type == "cuda":
@@ -232,7 +236,8 @@ class Planner:
         return growth > self.plan.cost(1) * _LEAST_GROWTH
 
     def _finish(self, phase, now, retries, ooms):
-        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after it."""
+        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after
+        it."""
         step = self.step
         if self.plan is not None and self._has_grown(phase, now):
             self.plan.outdate()
@@ -333,7 +338,7 @@ class Planner:
         for probe in self.probes.values():
             self.switches.use(probe.layer, probe)
 
-    # --- words ----------------------------------------------------------------------------------------------------
+    # --- words ----------------------------------------------------------------------------------------------
 
     @property
     def summary(self):

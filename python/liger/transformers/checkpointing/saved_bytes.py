@@ -1,8 +1,8 @@
 """Bytes per token that autograd saves in the decoder layers of a patched model, from the modules alone.
 
 Counted are tensors that grow with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
-and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of its sums
-(FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
+and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of
+its sums (FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..recipe import trials
 from ..recipe.classes import recipe_of
 from . import decoder_layers
 
-# Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are int64.
+# Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are
+# int64.
 _FLOAT32, _INT64 = 4, 8
 
 
@@ -64,7 +65,8 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
 
 
 def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
-    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another form."""
+    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another
+    form."""
     layers = decoder_layers.find(_decoder(model))
     return Counter(
         trials.original(layer).__name__
@@ -74,8 +76,8 @@ def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
 
 
 def _decoder(model):
-    # Layers of a vision tower may have the same form, but other tokens and another configuration. transformers 4.57 has
-    # no decoder for models of text alone.
+    # Layers of a vision tower may have the same form, but other tokens and another configuration.
+    # transformers 4.57 has no decoder for models of text alone.
     decoder = model.get_decoder()
     return model if decoder is None else decoder
 

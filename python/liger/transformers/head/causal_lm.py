@@ -1,9 +1,10 @@
 """Recognition of models where the lm_head can compute the loss.
 
-The trial calls the forward of the model between stand-ins for its other modules, which return artificial hidden states,
-and an artificial head, and observes what reaches the loss function. Then it calls it again with a head that computes
-the loss, and both must agree in the loss and in its gradient: in evaluation, in training and with every argument below.
-What the model does before the head does not matter, because a patched model also does it.
+The trial calls the forward of the model between stand-ins for its other modules, which return artificial
+hidden states, and an artificial head, and observes what reaches the loss function. Then it calls it again
+with a head that computes the loss, and both must agree in the loss and in its gradient: in evaluation, in
+training and with every argument below. What the model does before the head does not matter, because a patched
+model also does it.
 """
 
 import copy
@@ -438,7 +439,8 @@ def _transform(logits, recorded):
 
 
 def _scale(logits, recorded, cap):
-    """The factor of the logits, from ordinary and small hidden states, where they saturate no tanh; 0 if all do."""
+    """The factor of the logits, from ordinary and small hidden states, where they saturate no tanh; 0 if all
+    do."""
     x, y = logits[:2].double(), recorded[:2].double()
     if cap is None:
         return _factor(x, y)

@@ -1,7 +1,7 @@
 """One call of a patched model with an lm_head that computes the loss: the labels, and then the loss.
 
-A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is computed
-inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered the weight.
+A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is
+computed inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered the weight.
 """
 
 import functools
@@ -24,7 +24,8 @@ logger = logging.getLogger("liger.transformers")
 
 
 class ActiveCall(threading.local):
-    """The innermost call in this thread of a patched model with a head that computes the loss; None without one."""
+    """The innermost call in this thread of a patched model with a head that computes the loss; None without
+    one."""
 
     def __init__(self):
         # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
@@ -55,7 +56,8 @@ class LossCall:
         self.is_read = False
 
     def lookup(self, embedding, ids):
-        """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
+        """The rows of an embedding that shares its weight with a head; None if the two need separate
+        gradients."""
         tied = any(
             isinstance(head, nn.Linear) and can_share(embedding, head) and self._hook_on_logits(head) is None
             for head in self.heads
@@ -74,8 +76,8 @@ class LossCall:
         return rows
 
     def check_embedding(self):
-        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum, because
-        its class looks up the rows itself: it was not patched, so it does not call lookup."""
+        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum,
+        because its class looks up the rows itself: it was not patched, so it does not call lookup."""
         if self.recipe.accumulate_grad_weight:
             embedding = self.owner.get_input_embeddings()
             if isinstance(embedding, nn.Embedding) and recipe_of(embedding) is None:
@@ -128,7 +130,8 @@ class LossCall:
 
     @staticmethod
     def output_of_head(loss, hidden):
-        """The head's output for a loss: a DTensor if the hooks of tensor parallelism made one of its input."""
+        """The head's output for a loss: a DTensor if the hooks of tensor parallelism made one of its
+        input."""
         if not is_dtensor(hidden):
             return loss
         active.call.mesh = hidden.device_mesh
@@ -136,7 +139,8 @@ class LossCall:
 
     @staticmethod
     def result_of_call(output):
-        """The result of a call of the head: its output, or the logits that a forward gives to torch's cross entropy."""
+        """The result of a call of the head: its output, or the logits that a forward gives to torch's cross
+        entropy."""
         call = active.call
         if (
             call is None
@@ -201,16 +205,17 @@ class LossCall:
         return self.own_loss(logits)
 
     def own_loss(self, logits):
-        """The loss, connected with the output of the head's call: hooks on the head may have wrapped it, to gather the
-        weight before the backward."""
+        """The loss, connected with the output of the head's call: hooks on the head may have wrapped it, to
+        gather the weight before the backward."""
         if self.mesh is not None:
             output = own_copy(logits, self.mesh.get_local_rank())
         else:
             output = logits if not logits.dim() else logits.reshape(())
         if self.recipe.softcap is None and self.recipe.scale == 1 and output.dtype == self.loss.dtype:
             return output
-        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2) is
-        # rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be infinite.
+        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2)
+        # is rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be
+        # infinite.
         return self.loss + 0.0 * output.clamp(-1.0, 1.0)
 
 

@@ -1,7 +1,7 @@
 """``linear(activation(gate) * up)`` as one autograd node that saves gate and up, but not their product.
 
-The backward kernel of the gated product reads gate and up anyway. It also writes the product, over the gradient of the
-product where it may, so the weight gradient costs no pass over gate and up of its own.
+The backward kernel of the gated product reads gate and up anyway. It also writes the product, over the
+gradient of the product where it may, so the weight gradient costs no pass over gate and up of its own.
 """
 
 import torch
@@ -16,7 +16,8 @@ SAME_VALUE_IN_BACKWARD = ("silu", "gelu")
 
 
 class _SavedGated(torch.autograd.Function):
-    """Saves the tensors for the backward of :class:`_GatedLinear`: checkpointing stops its recomputation here."""
+    """Saves the tensors for the backward of :class:`_GatedLinear`: checkpointing stops its recomputation
+    here."""
 
     @staticmethod
     def forward(ctx, weight, *gate_up):
@@ -94,7 +95,8 @@ class Form:
 
 
 def applies(layer, gate_up):
-    """True if :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear layer."""
+    """True if :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear
+    layer."""
     return (
         is_plain_linear(layer, gate_up[0])
         and layer.weight.requires_grad

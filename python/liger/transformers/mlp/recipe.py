@@ -1,7 +1,7 @@
 """Recipes for gated MLPs: the forward of a patched class.
 
-The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors, unusual
-arguments.
+The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors,
+unusual arguments.
 """
 
 import functools
@@ -87,7 +87,8 @@ class MLPRecipe:
         projections = [getattr(module, name) for name in self.inputs]
         inplace = self.inplace and all(map(caller_owns_output, projections))
         gate_up = [projection(x) for projection in projections]
-        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather it.
+        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather
+        # it.
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
@@ -121,8 +122,8 @@ class MLPRecipe:
 class TiledMLPRecipe:
     """``down_proj(activation(gate) * up)``, one shard of tokens at a time.
 
-    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the projections are called per shard, and
-    again in the backward.
+    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the projections are called per
+    shard, and again in the backward.
     """
 
     inputs: tuple

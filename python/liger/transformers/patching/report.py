@@ -48,21 +48,23 @@ _WHY_NOT = {ONE_KERNEL: "torch computes it in one kernel that saves its input on
 
 @dataclass
 class PatchReport:
-    """The modules of a model that run on liger and those that do not, by module name ("" is the model itself).
+    """The modules of a model that run on liger and those that do not, by module name ("" is the model
+    itself).
 
     ``print(report)`` shows a table: part, count, what was done, and why.
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
-            ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their own),
-            ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, ``"vocab_parallel_fused_linear_cross_entropy"`` if
-            tensor parallelism shards the classes of the lm_head, or ``"trainer_loss"`` for a model whose lm_head was
-            replaced by ``liger.trl.patch``.
+            ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their
+            own), ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
+            ``"vocab_parallel_fused_linear_cross_entropy"`` if tensor parallelism shards the classes of the
+            lm_head, or ``"trainer_loss"`` for a model whose lm_head was replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement.
         classes: module name -> name of the class, of the modules in ``left``.
-        recomputed: names of the decoder layers that recompute cheap outputs in the backward (``recompute=True``).
+        recomputed: names of the decoder layers that recompute cheap outputs in the backward
+            (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
         not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
     """
@@ -136,7 +138,8 @@ def _counted(items):
 def patch_report(model: nn.Module) -> PatchReport:
     """The current :class:`PatchReport` of a model or of any other module; empty if no module is patched.
 
-    A module with a patched forward that was replaced afterwards (by a TRL trainer, for example) is reported as left.
+    A module with a patched forward that was replaced afterwards (by a TRL trainer, for example) is reported
+    as left.
 
     Args:
         model: any module; one that contains patched modules (PEFT, DDP) reports those.

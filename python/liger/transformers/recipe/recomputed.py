@@ -1,9 +1,10 @@
 """Outputs that the backward recomputes instead of saving: norms, gated products, rotated queries and keys.
 
-Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output of a cheap
-op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder layer,
-``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation. The linear
-layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are never recomputed.
+Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output
+of a cheap op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder
+layer, ``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation.
+The linear layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are
+never recomputed.
 
 Hooks switch off autograd's own test for in-place writes, so :func:`_unpack` repeats it for every tensor.
 """
@@ -31,7 +32,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-# --- saved tensors ------------------------------------------------------------------------------------------------
+# --- saved tensors ------------------------------------------------------------------------------------------
 
 
 def _check(tensor, version):
@@ -63,8 +64,8 @@ class _Kept:
 class _Computation:
     """A call of an op; autograd references its results instead of saving them.
 
-    Several nodes may reference the results (the projections of q, k and v). The first one to run recomputes them, and
-    the last one drops them.
+    Several nodes may reference the results (the projections of q, k and v). The first one to run recomputes
+    them, and the last one drops them.
     """
 
     __slots__ = ("_function", "_inputs", "_results", "_unread", "references")
@@ -164,7 +165,7 @@ def _unpack(saved):
     return saved[0]
 
 
-# --- the ops of a layer -------------------------------------------------------------------------------------------
+# --- the ops of a layer -------------------------------------------------------------------------------------
 
 
 def is_active():
@@ -204,9 +205,11 @@ def _register(function, inputs, outputs):
 
 
 def _applies():
-    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is saved.
+    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is
+    saved.
 
-    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would disable them.
+    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would
+    disable them.
     """
     return (
         torch.is_grad_enabled()
@@ -258,7 +261,8 @@ def is_recomputed(tensor):
 
 
 def recomputing(function):
-    """The forward of a decoder layer, inside which autograd references outputs of cheap ops instead of saving them."""
+    """The forward of a decoder layer, inside which autograd references outputs of cheap ops instead of saving
+    them."""
 
     @functools.wraps(function)
     def forward(*args, **kwargs):

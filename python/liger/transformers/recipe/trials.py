@@ -1,4 +1,5 @@
-"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two results."""
+"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two
+results."""
 
 import contextlib
 import copy
@@ -25,8 +26,9 @@ logger = logging.getLogger("liger.transformers")
 
 @contextlib.contextmanager
 def without_modes():
-    """Switches off the modes of the caller that would change a trial: the default device (a model may be constructed on
-    the meta device), inference mode, autograd and autocast. Restores the random generator afterwards."""
+    """Switches off the modes of the caller that would change a trial: the default device (a model may be
+    constructed on the meta device), inference mode, autograd and autocast. Restores the random generator
+    afterwards."""
     with (
         torch.device("cpu"),
         torch.inference_mode(False),
@@ -44,7 +46,8 @@ def no_trial(module, error):
     return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
-# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands for.
+# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands
+# for.
 NO_HOOKS: dict[str, dict] = {
     name: {}
     for name in (
@@ -101,7 +104,8 @@ def in_both_modes(stand_in, *args):
 
 
 def one_tensor(expected, training):
-    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as text."""
+    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as
+    text."""
     if not isinstance(expected, torch.Tensor):
         return "it does not return one tensor"
     return expected if torch.equal(expected, training) else IN_TRAINING
