@@ -52,6 +52,13 @@ class TokenMetrics(NamedTuple):
             ignored tokens.
         entropy: the entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
         argmax: the most probable class, int64; -1 at ignored tokens.
+
+    Example, with the subclass in the example of :class:`FusedLinearLoss`::
+
+        >>> loss_function = Likelihood(metrics=("entropy",))
+        >>> tokens = loss_function.run(loss_function.batch(input, target), weight).tokens
+        >>> isinstance(tokens, liger.losses.TokenMetrics), tokens.entropy.shape == target.shape
+        (True, True)
     """
 
     logprobs: Tensor | None = None
@@ -69,6 +76,13 @@ class LossResult(NamedTuple):
             padding.
         entropy: (S, L) entropies in nats, likewise; None unless ``uses_entropy``.
         tokens: the metrics that the option ``metrics`` asks for.
+
+    Example, with the subclass in the example of :class:`FusedLinearLoss`::
+
+        >>> loss_function = Likelihood()
+        >>> result = loss_function.run(loss_function.batch(input, target), weight)
+        >>> isinstance(result, liger.losses.LossResult), result.loss.shape
+        (True, torch.Size([]))
     """
 
     loss: Tensor
@@ -140,10 +154,14 @@ class FusedLinearLoss(nn.Module):
         TypeError: an option has a wrong type.
         ValueError: an option is out of range, or an unknown metric.
 
-    Example, of a subclass with a ``forward`` as docs/losses.md writes it::
+    Example::
 
-        >>> loss_function = Reinforce(temperature=0.9, metrics=("entropy",))
-        >>> loss, tokens = loss_function(input, weight, target, advantages=advantages)
+        >>> class Likelihood(liger.losses.FusedLinearLoss):
+        ...     def compute(self, logprobs, entropy):
+        ...         return -logprobs
+        ...     def forward(self, input, weight, target):
+        ...         return self.run(self.batch(input, target), weight).loss
+        >>> loss = Likelihood(temperature=0.9)(input, weight, target)
 
     Source: the gradient in the forward follows Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """

@@ -51,6 +51,13 @@ class DistillationMetrics(NamedTuple):
         hard_loss: scalar, the cross entropy without its factor ``weight_hard_loss``; None if that is 0.
         logprobs, entropy, argmax: the :class:`TokenMetrics` of the student at temperature 1 that the option
             ``metrics`` asks for, else None.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearKLDivLoss()
+        >>> loss, metrics = loss_function(input, weight, target, teacher_logits=teacher_logits)
+        >>> isinstance(metrics, liger.losses.DistillationMetrics), metrics.soft_loss.shape
+        (True, torch.Size([]))
     """
 
     soft_loss: Tensor | None
@@ -109,8 +116,10 @@ class DistillationLoss(nn.Module):
         TypeError: an option has a wrong type.
         ValueError: an option is out of range, an unknown metric, or both factors are 0.
 
-    Example, of a derived class::
+    Example::
 
+        >>> issubclass(liger.losses.FusedLinearJSDLoss, liger.losses.DistillationLoss)
+        True
         >>> loss_function = liger.losses.FusedLinearJSDLoss(weight_soft_loss=0.8, temperature=2.0)
         >>> loss, metrics = loss_function(
         ...     input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight

@@ -48,6 +48,13 @@ class PolicyMetrics(NamedTuple):
             ``epsilon_high``, not by ``delta``; 0 with sapo and vespo, which do not clip.
         logprobs, entropy, argmax: the :class:`TokenMetrics`, per token in the shape of target. ``logprobs``
             is always there, the others are None unless the option ``metrics`` asks for them.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearGRPOLoss(beta=0.0)
+        >>> loss, metrics = loss_function(input, weight, target, advantages=advantages)
+        >>> isinstance(metrics, liger.losses.PolicyMetrics)
+        True
     """
 
     kl: Tensor | None

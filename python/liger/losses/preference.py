@@ -46,6 +46,13 @@ class PreferenceMetrics(NamedTuple):
         logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None.
             With ``nll_mask`` or ``nll_target`` they include the tokens that only the likelihood term reads,
             with its target.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearORPOLoss()
+        >>> loss, metrics = loss_function(input, weight, target)
+        >>> isinstance(metrics, liger.losses.PreferenceMetrics)
+        True
     """
 
     nll_loss: Tensor | None
@@ -75,10 +82,12 @@ class PreferenceLoss(FusedLinearLoss):
     Raises:
         TypeError, ValueError: as :class:`FusedLinearLoss`.
 
-    Example, of a subclass as docs/losses.md writes it::
+    Example::
 
-        >>> loss_function = MarginLoss(beta=0.5)
-        >>> loss, metrics = loss_function(input, weight, target, bias)
+        >>> class MarginLoss(liger.losses.PreferenceLoss):
+        ...     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+        ...         return torch.nn.functional.softplus(1.0 - self.beta * (chosen_logps - rejected_logps))
+        >>> loss, metrics = MarginLoss(beta=0.5)(input, weight, target, bias)
     """
 
     unit = "pair"

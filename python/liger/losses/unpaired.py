@@ -27,6 +27,13 @@ class KTOMetrics(NamedTuple):
         chosen_rewards_sum, rejected_rewards_sum: scalars, of ``beta`` times their difference to the
             reference.
         logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearKTOLoss(use_ref_model=False)
+        >>> loss, metrics = loss_function(input, weight, target, preference_labels=labels)
+        >>> isinstance(metrics, liger.losses.KTOMetrics)
+        True
     """
 
     chosen_logps_sum: Tensor

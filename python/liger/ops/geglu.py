@@ -103,6 +103,11 @@ def geglu(
         RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that
             requires grad.
 
+    Example::
+
+        >>> gate, up = torch.randn(2, 10, 192), torch.randn(2, 10, 192)
+        >>> y = liger.geglu(gate, up, approximate="tanh")
+
     Sources: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian
     Error Linear Units", arXiv 1606.08415.
     """
@@ -130,6 +135,11 @@ def geglu_packed(
         ValueError: an unknown approximation.
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in
             :func:`geglu`.
+
+    Example::
+
+        >>> gate_up = torch.nn.Linear(64, 2 * 192)(torch.randn(2, 10, 64))
+        >>> y = liger.geglu_packed(gate_up, approximate="tanh")
 
     Sources: as :func:`geglu`.
     """

@@ -96,6 +96,11 @@ def group_norm(
         ValueError: num_groups does not divide the channels, or eps is out of range.
         RuntimeError: mismatched shapes, dtypes or devices.
 
+    Example::
+
+        >>> x, weight, bias = torch.randn(2, 64, 10, 10), torch.ones(64), torch.zeros(64)
+        >>> y = liger.group_norm(x, 8, weight, bias)
+
     Source: Wu and He, "Group Normalization", arXiv 1803.08494.
     """
     return _group_norm(x, num_groups, weight, bias, eps)[0]

@@ -80,6 +80,11 @@ def layer_norm(
         ValueError: eps out of range.
         RuntimeError: mismatched shapes, dtypes or devices.
 
+    Example::
+
+        >>> x, weight, bias = torch.randn(2, 10, 64), torch.ones(64), torch.zeros(64)
+        >>> y = liger.layer_norm(x, weight, bias)
+
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
     return _layer_norm(x, weight, bias, eps)[0]

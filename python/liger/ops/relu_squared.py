@@ -53,6 +53,11 @@ def relu_squared(
         TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
+    Example::
+
+        >>> liger.relu_squared(torch.tensor([-1.0, 0.0, 3.0]))
+        tensor([0., 0., 9.])
+
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", arXiv 2109.08668.
     """
     return _relu_squared(x)

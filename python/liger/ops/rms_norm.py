@@ -163,6 +163,11 @@ def rms_norm(
         ValueError: eps or offset out of range, or an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices.
 
+    Example::
+
+        >>> x, weight = torch.randn(2, 10, 64), torch.ones(64)
+        >>> y = liger.rms_norm(x, weight, eps=1e-5)
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
     return _rms_norm(x, weight, eps, offset, casting_mode)[0]
@@ -193,6 +198,11 @@ def fused_add_rms_norm(
         TypeError: an argument of another type.
         ValueError: eps or offset out of range, or an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, residual, weight = torch.randn(2, 10, 64), torch.randn(2, 10, 64), torch.ones(64)
+        >>> y, new_residual = liger.fused_add_rms_norm(x, residual, weight)
 
     Source: as :func:`rms_norm`.
     """

@@ -170,6 +170,11 @@ def rms_norm_gated(
             or activation.
         RuntimeError: mismatched shapes, dtypes or devices.
 
+    Example::
+
+        >>> x, gate, weight = torch.randn(2, 10, 64), torch.randn(2, 10, 64), torch.ones(64)
+        >>> y = liger.rms_norm_gated(x, gate, weight, group_size=16)
+
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060; Yang et al., "Gated Delta Networks", arXiv
     2412.06464.
     """

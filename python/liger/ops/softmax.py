@@ -55,6 +55,11 @@ def softmax(
         TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
+    Example::
+
+        >>> liger.softmax(torch.zeros(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+
     Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for
     softmax", arXiv 1805.02867.
     """

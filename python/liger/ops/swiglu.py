@@ -89,6 +89,11 @@ def swiglu(
         RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that
             requires grad.
 
+    Example::
+
+        >>> gate, up = torch.randn(2, 10, 192), torch.randn(2, 10, 192)
+        >>> y = liger.swiglu(gate, up)
+
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
     return _swiglu((gate, up), inplace)
@@ -112,6 +117,11 @@ def swiglu_packed(
         TypeError: an argument of another type.
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in
             :func:`swiglu`.
+
+    Example::
+
+        >>> gate_up = torch.nn.Linear(64, 2 * 192)(torch.randn(2, 10, 64))
+        >>> y = liger.swiglu_packed(gate_up)
 
     Source: as :func:`swiglu`.
     """

@@ -56,6 +56,11 @@ def patch(trainer: _Trainer) -> _Trainer:
             factor that is not positive, or are more than a scale and a softcap of what its lm_head returns
             for the hidden states.
         RuntimeError: in training, if the lm_head is not a plain linear layer with an unsharded weight.
+
+    Example::
+
+        >>> trainer = trl.DPOTrainer(model, args=config, train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer = liger.trl.patch(trainer)  # doctest: +SKIP
     """
     if getattr(trainer, "liger_patched", False):
         return trainer

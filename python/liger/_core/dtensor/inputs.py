@@ -23,7 +23,13 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 def is_dtensor(value: object) -> bool:
-    """True if a value is a ``torch.distributed.tensor.DTensor``. Does not import that module."""
+    """True if a value is a ``torch.distributed.tensor.DTensor``. Does not import that module.
+
+    Example::
+
+        >>> liger.distributed.is_dtensor(torch.zeros(2))
+        False
+    """
     return isinstance(value, _types)
 
 

@@ -21,6 +21,12 @@ class CrossEntropyOutput(NamedTuple):
         logprobs: the shape of the target, dtype of the loss: log-probability of the target; 0 in ignored
             rows.
         entropy: the shape of the target, dtype of the loss: entropy of each row in nats; 0 in ignored rows.
+
+    Example::
+
+        >>> output = liger.cross_entropy(logits, target, metrics=("token_accuracy",))
+        >>> isinstance(output, liger.CrossEntropyOutput), output.token_accuracy.shape
+        (True, torch.Size([]))
     """
 
     loss: torch.Tensor

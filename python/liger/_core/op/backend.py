@@ -370,6 +370,11 @@ def set_backend(default: str = "auto", **per_op: str) -> None:
         ValueError: an unknown backend or op name, or an op with two backends.
         BackendUnavailable: an explicit backend cannot serve an op on this machine. No backend has changed
             then.
+
+    Example::
+
+        >>> liger.set_backend("torch", rms_norm="auto")
+        >>> liger.set_backend("auto")
     """
     _set("set_backend", default, per_op)
 
@@ -386,6 +391,11 @@ def use_backend(default: str = "auto", **per_op: str) -> Iterator[None]:
 
     Raises:
         TypeError, ValueError, BackendUnavailable: as :func:`set_backend`.
+
+    Example::
+
+        >>> with liger.use_backend(rms_norm="torch"):
+        ...     y = liger.rms_norm(torch.randn(2, 64))
     """
     global _requested
     before = _requested
@@ -408,6 +418,11 @@ def backend_report() -> dict[str, dict[str, str]]:
 
     Warns:
         UserWarning: an environment variable that is read when liger is imported has another value now.
+
+    Example::
+
+        >>> liger.backend_report()["rms_norm"]
+        {...}
     """
     for change in changed_since_import():
         warnings.warn(f"liger.backend_report: {change}", stacklevel=2)

@@ -309,6 +309,11 @@ def cross_entropy(
         RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a weight or denominator
             that requires grad. With ``inplace``: logits that are a leaf and require grad.
 
+    Example::
+
+        >>> loss = liger.cross_entropy(logits, target, label_smoothing=0.1)
+        >>> output = liger.cross_entropy(logits, target, metrics=("token_accuracy",))
+
     Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row;
     label smoothing as in Szegedy et al., arXiv 1512.00567.
     """

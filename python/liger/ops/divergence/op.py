@@ -358,6 +358,11 @@ def kl_div(
         RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires
             grad.
 
+    Example::
+
+        >>> loss = liger.kl_div(student, teacher, temperature=2.0)
+        >>> loss.backward()
+
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv
     2306.08543.
     """
@@ -395,6 +400,11 @@ def jsd(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
 
+    Example::
+
+        >>> loss = liger.jsd(student, teacher, target, beta=0.1)
+        >>> loss.backward()
+
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
     denominator = denominator_tensor(denominator, student)
@@ -426,6 +436,11 @@ def tvd(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
+
+    Example::
+
+        >>> loss = liger.tvd(student, teacher)
+        >>> loss.backward()
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv
     2307.15190.

@@ -72,6 +72,12 @@ class LogProbs(NamedTuple):
             gradient; 0 in ignored rows.
         mean_logits: the mean over classes of the logits after softcap and temperature, dtype of logprobs,
             without gradient; 0 in ignored rows.
+
+    Example::
+
+        >>> result = liger.fused_linear_logprobs(input, weight, target, metrics=("entropy",))
+        >>> isinstance(result, liger.LogProbs), result.entropy.shape == target.shape
+        (True, True)
     """
 
     logprobs: torch.Tensor

@@ -305,6 +305,12 @@ def grouped_experts(
         RuntimeError: mismatched shapes, dtypes or devices; on a CPU a negative index, which on a GPU gives
             NaN.
 
+    Example::
+
+        >>> gate_up_proj, down_proj = torch.randn(8, 2 * 192, 64), torch.randn(8, 64, 192)
+        >>> x, top_k_index, top_k_weights = torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2)
+        >>> y = liger.grouped_experts(x, top_k_index, top_k_weights, gate_up_proj, down_proj)
+
     Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", arXiv 2211.15841;
     for ``"gpt_oss"``: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925.
     """

@@ -56,6 +56,11 @@ def complex_rope(
         ValueError: unsqueeze_dim is neither 1 nor 2.
         RuntimeError: freqs_cis is not complex or requires grad, and as :func:`liger.rope`.
 
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 10, 8, 64), torch.randn(1, 10, 2, 64), torch.randn(10, 32)
+        >>> q, k = liger.complex_rope(q, k, torch.polar(torch.ones_like(angles), angles))
+
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864,
     equation 13.
     """

@@ -117,6 +117,11 @@ def mrope(
         ValueError: sections whose sum is not R/2 or, interleaved, that exceed the table; an unsqueeze_dim
             other than 1 and 2.
 
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(3, 1, 10, 64)
+        >>> q, k = liger.mrope(q, k, angles.cos(), angles.sin(), mrope_section=(8, 12, 12))
+
     Source: Wang et al., "Qwen2-VL", arXiv 2409.12191; the interleaved layout: "Qwen3-VL Technical Report",
     arXiv 2511.21631.
     """

@@ -261,6 +261,11 @@ def rope(
         RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad. With ``inplace``: q
             or k is a leaf that requires grad.
 
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        >>> q, k = liger.rope(q, k, angles.cos(), angles.sin())
+
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
     check_heads_dim("rope", unsqueeze_dim)

@@ -215,6 +215,11 @@ def qk_norm_rope(
         ValueError: unsqueeze_dim is neither 1 nor 2, eps or offset is out of range, an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad.
 
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        >>> q, k = liger.qk_norm_rope(q, k, torch.ones(64), torch.ones(64), angles.cos(), angles.sin())
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467; Su et al.,
     "RoFormer", arXiv 2104.09864.
     """

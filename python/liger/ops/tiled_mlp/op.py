@@ -352,6 +352,11 @@ def tiled_mlp(
         ValueError: an unknown activation, a number of shards below 1 or above the number of tokens, a budget
             that is not positive, a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
+    Example::
+
+        >>> gate, up, down = torch.randn(192, 64), torch.randn(192, 64), torch.randn(64, 192)
+        >>> y = liger.tiled_mlp(torch.randn(2, 1000, 64), gate, up, down)
+
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
     check_budget_variable(memory_budget)

@@ -316,6 +316,11 @@ def tiled(
             shape of x.
         TypeError: an argument of another type, or an output that is not one tensor.
 
+    Example::
+
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.GELU(), torch.nn.Linear(192, 64))
+        >>> y = liger.tiled(mlp, torch.randn(2, 1000, 64), num_shards=4)
+
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """
     if x.dim() == 0:

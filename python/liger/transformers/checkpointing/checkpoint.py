@@ -66,6 +66,11 @@ def checkpoint(
         TypeError: model is not a module, or memory or tokens have another type.
         ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on
             the CPU of a machine with one: in the first step); a model without decoder layers.
+
+    Example::
+
+        >>> model = liger.patch(model)
+        >>> model = liger.transformers.checkpoint(model, memory=60 * 2**30)
     """
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:

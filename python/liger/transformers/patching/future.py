@@ -50,7 +50,7 @@ def patch_future(model_type: str, **options: Unpack[PatchOptions]) -> None:
     Example::
 
         >>> liger.transformers.patch_future("llama", swiglu=False)
-        >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
     """
     check_names("liger.transformers.patch_future", options)
     hook(model_type, Options(**options))
@@ -63,6 +63,11 @@ def unpatch_future(model_type: str | None = None) -> None:
 
     Args:
         model_type: the type that was passed to :func:`patch_future`; None for all of them.
+
+    Example::
+
+        >>> liger.transformers.patch_future("llama")
+        >>> liger.transformers.unpatch_future("llama")
     """
     for base, found in list(_HOOKS.items()):
         for name in list(found.options) if model_type is None else [model_type]:

@@ -89,6 +89,11 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         TypeError: model is not a module, an unknown option, or a value that is not of its type.
         ValueError: a number of shards below 1 or without tiled_mlp; no module of the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
+
+    Example::
+
+        >>> model = liger.patch(model, recompute=True)
+        >>> loss = model(input_ids=target, labels=target).loss
     """
     require_module("liger.patch", model)
     check_names("liger.patch", options)
@@ -129,6 +134,11 @@ def unpatch(model: _Model) -> _Model:
     Raises:
         TypeError: model is not a module.
         RuntimeError: ``fully_shard`` has derived other classes from the patched ones.
+
+    Example::
+
+        >>> model = liger.patch(model)
+        >>> model = liger.unpatch(model)
     """
     require_module("liger.unpatch", model)
     _restore(model)

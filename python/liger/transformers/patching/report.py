@@ -67,6 +67,12 @@ class PatchReport:
             (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
         not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
+
+    Example::
+
+        >>> report = liger.transformers.patch_report(liger.patch(model))
+        >>> isinstance(report, liger.transformers.PatchReport), report.replaced["model.norm"]
+        (True, 'rms_norm')
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -149,6 +155,12 @@ def patch_report(model: nn.Module) -> PatchReport:
 
     Raises:
         TypeError: model is not a module.
+
+    Example::
+
+        >>> report = liger.transformers.patch_report(liger.patch(model))
+        >>> report.replaced["model.norm"]
+        'rms_norm'
     """
     require_module("liger.transformers.patch_report", model)
     report = PatchReport(checkpointing="; ".join(planner.summary for planner in planners(model)))
