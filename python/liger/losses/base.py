@@ -139,11 +139,13 @@ class FusedLinearLoss(nn.Module):
             ``forward`` returns, as :class:`TokenMetrics` defines them. They need no extra pass over the
             logits.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+            Change it only if a float32 buffer of the size of the weight does not fit.
         logits_dtype: ``torch.float32`` for logits as exact as IEEE float32 arithmetic makes them, as in
             :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may
-            round them.
+            round them. Choose float32 if the log-probabilities are compared with the results of another
+            program, such as a sampler.
         memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512
-            MiB.
+            MiB. Lower it if the loss runs out of memory.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None:
             no cap.
         temperature: divisor of the logits, positive.

@@ -107,8 +107,9 @@ class DistillationLoss(nn.Module):
             tokens that ``forward`` returns. They cost one more GEMM of the student's head, whose logits a
             backend may round.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+            Change it only if a float32 buffer of the size of the weight does not fit.
         memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by
-            default 512 MiB.
+            default 512 MiB. Lower it if the loss runs out of memory.
         temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The
             distance is not multiplied by the square of the temperature.
 

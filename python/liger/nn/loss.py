@@ -106,7 +106,7 @@ class CrossEntropyLoss(_CrossEntropyOptions):
     Args:
         weight: (V,) class weights, any floating dtype, registered as a buffer.
         ignore_index: the target of ignored rows, which have no loss and no gradient.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, as in :func:`liger.cross_entropy`.
         label_smoothing: between 0 and 1.
         lse_square_scale: factor of the z-loss.
         metrics: names among ``z_loss``, ``token_accuracy``, ``argmax``, ``logprobs`` and ``entropy``,
@@ -188,9 +188,10 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         group, vocab_start, vocab_size: for an lm_head that is sharded along the classes, as in
             :func:`liger.fused_linear_ce`.
         accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None:
-            float32.
+            float32. Change it only if a float32 buffer of the size of the weight does not fit.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
-            unset.
+            unset. Lower it if the loss runs out of memory. Raise it if there are many small chunks
+            (``liger plan`` prints them).
         accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32
             ``main_grad``, or to its ``grad``, without a temporary of its size, as in
             :func:`liger.fused_linear_ce`.

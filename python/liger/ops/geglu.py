@@ -89,10 +89,10 @@ def geglu(
         approximate: as in :func:`torch.nn.functional.gelu`: ``"none"`` for
             ``gate * (1 + erf(gate / sqrt(2))) / 2``, ``"tanh"`` for its approximation by tanh, which Gemma
             and most other models with GeGLU use.
-        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both.
-            They must not be used afterwards: autograd raises if it needs their old values. No effect in
-            compiled code, if the graph is retained, or if gate or up needs no gradient, shares memory with
-            the other, or overlaps itself.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. Set
+            it if nothing else reads them, as in an MLP: autograd raises if it needs their old values. No
+            effect in compiled code, if the graph is retained, or if gate or up needs no gradient, shares
+            memory with the other, or overlaps itself.
 
     Returns:
         A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.

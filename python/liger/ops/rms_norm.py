@@ -153,7 +153,7 @@ def rms_norm(
         offset: added to the weight; 1.0 for Gemma, which stores weights around zero.
         casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``:
             ``x * rsqrt(...)`` before the weight; ``"gemma"``: only y; ``"none"``: ``rsqrt(...)`` and
-            ``x * rsqrt(...)``.
+            ``x * rsqrt(...)``. Use the mode of the code that trained the weights.
 
     Returns:
         y, of the shape and dtype of x. Differentiable in x and weight.

@@ -155,7 +155,7 @@ def rms_norm_gated(
         offset: added to the weight.
         casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: the normalised
             row before the weight, and its product with a weight of that dtype before the gate; ``"gemma"``:
-            only y; ``"none"``: every intermediate result.
+            only y; ``"none"``: every intermediate result. Use the mode of the code that trained the weights.
         group_size: each ``group_size`` consecutive elements of the last dimension are normalised alone; None
             for the whole dimension.
         norm_before_gate: True as in Qwen3-Next, False as in Mamba2.

@@ -76,10 +76,10 @@ def swiglu(
         gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch
             backend), any strides.
         up: the shape, dtype and device of gate.
-        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both.
-            They must not be used afterwards: autograd raises if it needs their old values. No effect in
-            compiled code, if the graph is retained, or if gate or up needs no gradient, shares memory with
-            the other, or overlaps itself.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. Set
+            it if nothing else reads them, as in an MLP: autograd raises if it needs their old values. No
+            effect in compiled code, if the graph is retained, or if gate or up needs no gradient, shares
+            memory with the other, or overlaps itself.
 
     Returns:
         A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.

@@ -285,7 +285,8 @@ def cross_entropy(
         label_smoothing: the probability mass that is distributed evenly over all classes, between 0 and 1.
         lse_square_scale: the factor of the z-loss, ``logsumexp(logits)^2`` (de Brebisson and Vincent, arXiv
             1604.08859; PaLM, arXiv 2204.02311, section 5).
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"``; ``"sum"``, so that the losses of micro-batches add up; or ``"none"``, a loss
+            per row. For weights per row, pass token_weight instead of multiplying the result of ``"none"``.
         metrics: names among ``"z_loss"``, ``"token_accuracy"``, ``"argmax"``, ``"logprobs"`` and
             ``"entropy"``, which are computed in the same pass; :class:`CrossEntropyOutput` describes each.
         group, vocab_start, vocab_size: the logits have the classes of this process alone, one shard among the
@@ -293,10 +294,10 @@ def cross_entropy(
             classes (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only
             ``"z_loss"`` and ``"logprobs"`` are then available as metrics, and inplace has no effect.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
-        inplace: the gradient overwrites the logits, which must not be used afterwards: autograd raises if it
-            needs their old values. With a scalar reduction the forward writes it; with ``"none"``, and for
-            float16 logits, the backward does, unless the graph is retained. No effect in compiled code, or if
-            the logits need no gradient or overlap themselves.
+        inplace: the gradient overwrites the logits, which saves a tensor of their size. Set it if only the
+            loss uses the logits: autograd raises if it needs their old values. With a scalar reduction the
+            forward writes it; with ``"none"``, and for float16 logits, the backward does, unless the graph is
+            retained. No effect in compiled code, or if the logits need no gradient or overlap themselves.
 
     Returns:
         The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the shape of the

@@ -281,9 +281,10 @@ def fused_linear_ce(
             accumulate_grad_weight and lora_a.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32``
             rounds it once at the end; the dtype of input needs no float32 buffer, but rounds the sum after
-            every chunk.
+            every chunk. Change it only if that buffer, of the size of the weight, does not fit.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
-            unset.
+            unset. Lower it if the loss runs out of memory. Raise it if there are many small chunks
+            (``liger plan`` prints them).
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,
             without that attribute, to ``weight.grad``, in float32 and without a temporary of its size. It
             computes the logits a second time. docs/main_grad.md has the conditions.

@@ -239,7 +239,7 @@ def fused_linear_kl_div(
             With ``reduction="none"`` the backward computes the logits a second time.
         accum_dtype: as in :func:`liger.fused_linear_ce`.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
-            unset.
+            unset. Lower it if the loss runs out of memory.
 
     It takes no softcap, logits_dtype, accumulate_grad_weight and lora_a: the kernels of divergences read two
     rows of logits as a GEMM writes them. Under autocast the operands are cast as

@@ -254,7 +254,8 @@ def fused_linear_logprobs(
             takes the call (bfloat16 or float16, no bias, no softcap, no DTensor) and they fit the budget.
             True: it keeps nothing. False: it keeps exponentials of any size, and where the engine does not
             take the call the logits, in the dtype of input or in logits_dtype; then ignored rows cost as much
-            as others.
+            as others. Choose True if memory is short, and False if the logits fit and the backward is to save
+            a GEMM.
         metrics: names among ``"entropy"``, which is also differentiable, ``"argmax"``, ``"log_sum_sq_probs"``
             and ``"mean_logits"``; :class:`LogProbs` describes each.
         group, vocab_start, vocab_size: as in :func:`liger.fused_linear_ce`. The budget must be the same on
@@ -262,13 +263,15 @@ def fused_linear_logprobs(
             engine runs. Not with accumulate_grad_weight, lora_a and recompute.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32``
             rounds it once at the end; the dtype of input needs no float32 buffer, but rounds the sum after
-            every chunk.
+            every chunk. Change it only if that buffer, of the size of the weight, does not fit.
         logits_dtype: ``torch.float32``: logits are as exact as IEEE float32 arithmetic on the given values
             makes them, also in the backward, on every backend and whatever the process allows for float32
-            products (TF32). None: a backend may round them to the dtype of input. docs/logits_dtype.md has
-            errors and costs.
+            products (TF32). None: a backend may round them to the dtype of input. Choose float32 if the
+            results are compared with log-probabilities of another program, as importance weights of policy
+            losses do. docs/logits_dtype.md has errors and costs.
         memory_budget: bytes for the logits of a chunk, or for the exponentials of all rows; None:
-            ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+            ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset. Lower it if the loss runs out of memory;
+            raise it to keep the exponentials of more rows.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
         temperature: positive and finite.
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,

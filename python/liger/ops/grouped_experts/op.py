@@ -288,7 +288,8 @@ def grouped_experts(
         alpha: of ``"gpt_oss"``.
         limit: before the activation, gate is clamped to at most limit, and up to at least -limit and at most
             limit. None: no clamp.
-        recompute: the backward repeats the first GEMM, so that no activation is saved.
+        recompute: the backward repeats the first GEMM, so that no activation is saved. Set it if the
+            activations do not fit.
 
     Autograd saves its arguments and, unless ``recompute``, gate and up: (number of choices + 1) * 2I
     elements. Experts without tokens get gradients that are exactly zero, and their parameters have no effect.

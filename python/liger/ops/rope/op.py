@@ -247,9 +247,9 @@ def rope(
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's
             apply_rotary_pos_emb.
         interleaved: pairs are elements (2i, 2i + 1) instead of (i, i + R/2).
-        inplace: the results overwrite q and k, which must not be used afterwards: autograd raises if it needs
-            their old values. No effect in compiled code, under the transforms of torch.func, or if q and k
-            share memory or overlap themselves.
+        inplace: the results overwrite q and k. Set it if nothing else reads q and k, such as the outputs of
+            projections: autograd raises if it needs their old values. No effect in compiled code, under the
+            transforms of torch.func, or if q and k share memory or overlap themselves.
 
     Returns:
         (q, k) rotated: new tensors (unless ``inplace``) with the dtype and, if dense, the strides of q and k.

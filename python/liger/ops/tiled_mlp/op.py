@@ -337,8 +337,9 @@ def tiled_mlp(
             shard if that needs no more memory. None: the budget decides.
         memory_budget: bytes at the peak of the backward beyond inputs, result and gradients. None:
             ``LIGER_MEMORY_BUDGET`` or, if that is unset, room for the float32 sums and the activations of
-            4096 tokens. If the budget is too small for shards of 128 tokens, it is exceeded: by those, or by
-            one shard if that needs no more memory.
+            4096 tokens. If the budget is too small for shards of 128 tokens, it is exceeded: by these shards,
+            or by one shard if that needs no more memory. Raise it to keep more activations, so that the
+            backward recomputes less.
 
     Under autocast all tensors are cast as ``torch.nn.functional.linear`` casts them.
 

@@ -78,7 +78,8 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         tiled_mlp_num_shards: number of shards; default None: by the memory budget.
         recompute: in decoder layers, the backward recomputes the outputs of norms and gated products, and of
             the rotation of normalised queries and keys, with the same bits, instead of saving them: a third
-            fewer bytes per token without checkpointing. GEMMs are not recomputed. Default False.
+            fewer bytes per token without checkpointing. GEMMs are not recomputed. Set it before you turn to
+            checkpointing, which also repeats the GEMMs. Default False.
         accumulate_grad_weight: the fused loss adds the gradients of the head's weight and of an embedding
             tied to it to its float32 ``main_grad`` or ``grad`` (docs/main_grad.md); default False.
 
