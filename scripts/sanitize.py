@@ -299,7 +299,7 @@ def sanitizer():
 def command(program, tool, chosen):
     options = ["--tool", tool, "--error-exitcode", "1", "--launch-timeout", "60"]
     known = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
-    for name in ("--kernel-name", "--kernel-regex"):  # the option of newer versions, then that of older ones
+    for name in ("--kernel-name", "--kernel-regex"):  # the option of newer versions, then of older ones
         if name in known:
             options += [name, "kns=liger"]
             break
@@ -307,7 +307,7 @@ def command(program, tool, chosen):
 
 
 def check(program, tool, chosen, title):
-    """Whether one tool reports no error. With a title, the output is captured and printed only if there are
+    """True if one tool reports no error. With a title, the output is captured and printed only if there are
     errors."""
     # Without the caching allocator every tensor is a separate allocation, so memcheck detects out-of-bounds
     # accesses.

@@ -33,7 +33,7 @@ class Cell:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def follows(self, other):
-        """Whether this cell needs more memory and time than ``other``."""
+        """True if this cell needs more memory and time than ``other``."""
         same = (self.ladder or self.method) == (other.ladder or other.method)
         return same and self.order > other.order
 

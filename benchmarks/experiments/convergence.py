@@ -1,8 +1,8 @@
 """E7: loss curves of training on real text from the same weights: unpatched, liger-kernel, liger.
 
 A further unpatched run starts from weights that differ by one rounding each: the yardstick of what rounding
-does. With class weights the loss is that of one step over all of its micro-batches: the sum of weighted
-losses, divided by the sum of the weights of all targets.
+does. With class weights the loss is computed as in one step over all of its micro-batches: the sum of
+weighted losses, divided by the sum of the weights of all targets.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ def measure(cell, machine):
 
 
 def gaps(result):
-    """{size: {method: (mean, largest) difference of its losses from those of the unpatched model}}"""
+    """{size: {method: (mean, largest) difference of its losses from the unpatched model's}}"""
     found = {}
     for size in ordered(result, "size"):
         curves = {c["method"]: c["losses"] for c in cells_of(result, size=size) if c["status"] == "ok"}

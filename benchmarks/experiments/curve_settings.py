@@ -124,7 +124,7 @@ def captured(model, batches, machine):
 
 
 def fsdp2(model, batches, machine):
-    """Each rank has its part of every batch; the losses are those of the whole batch."""
+    """Each rank has its part of every batch; the losses are over the whole batch."""
     sharded_training.start(machine)
     on_ranks.shard(model, machine.device)
     step = training_step(model, optimizer_of(model.parameters()))

@@ -1,4 +1,4 @@
-"""Starts the process of a cell, or those of its ranks: forked where that is safe, and else anew."""
+"""Starts the process of a cell, or the processes of its ranks: forked where that is safe, and else anew."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ class Forked:
 
     Args:
         cell: a Cell.
-        arguments: those of ``process.run``.
+        arguments: as for ``process.run``.
         log: path of a file for what the processes print.
         variables: of the environment, to be changed.
     """

@@ -32,7 +32,7 @@ class Measurement:
         )  # fmt: skip
 
     def wait(self, seconds):
-        """Whether the cell is measured, or its time is over, after so many seconds at most."""
+        """True if the cell is measured, or its time is over, after so many seconds at most."""
         rest = min(self.cell.seconds, self._left) - (time.monotonic() - self._begin)
         return self._child.wait(max(min(seconds, rest), 0)) is not None or rest <= 0
 

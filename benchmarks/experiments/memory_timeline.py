@@ -248,7 +248,7 @@ COLORS = {
 
 
 def ticks(phases, width):
-    """{point: label} of [name, point] pairs; phases too close for labels of their own share that of the
+    """{point: label} of [name, point] pairs; phases too close for labels of their own share the label of the
     first."""
     marks: dict[int, str] = {}
     for name, point in phases:

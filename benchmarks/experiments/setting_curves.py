@@ -3,8 +3,8 @@
 The reference is the unpatched model in float32, from the same bfloat16 weights. Two yardsticks say what
 rounding does: the distance of the unpatched bfloat16 run from that reference, and the difference of an
 unpatched run whose weights differ by one rounding each. A curve agrees if its mean distance from the
-reference is at most ``FACTOR`` times that of the unpatched run, and if no step differs from the unpatched run
-by more than ``liger demo`` allows.
+reference is at most ``FACTOR`` times the distance of the unpatched run, and if no step differs from the
+unpatched run by more than ``liger demo`` allows.
 """
 
 import contextlib

@@ -93,7 +93,7 @@ def measure(head, options, rounds):
 
 
 def markdown(records):
-    """GEMMs with their epilogues relative to those of cuBLAS, and the share of all other kernels."""
+    """GEMMs with their epilogues relative to cuBLAS, and the share of all other kernels."""
     lines = ["| head | logits | dX | dW | other kernels |", "|---|---|---|---|---|"]
     for record in records:
         ours, theirs = record["liger"], record["cublas"]

@@ -67,7 +67,7 @@ class Head:
     tokens: int
     hidden: int
     vocabulary: int
-    dtype: torch.dtype | None = None  # None: that of the run
+    dtype: torch.dtype | None = None  # None: the dtype of the run
     bias: bool = False
     softcap: float | None = None
     label_smoothing: float = 0.0

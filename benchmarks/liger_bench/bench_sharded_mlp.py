@@ -7,7 +7,7 @@ length.
 Each rank has one sequence. A round is one forward and backward of every contestant, in another order each
 time; a time is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest
 rank beyond its shard of the weights, input and upstream gradient (``absolute``: with these). Contestants get
-the same weights, and their results are compared with those of the first.
+the same weights, and their results are compared with the results of the first.
 """
 
 import argparse
@@ -198,8 +198,8 @@ def build(framework, hidden, intermediate, device):
 
 
 def measure_lengths(framework, lengths, hidden, intermediate, rounds, device):
-    """[{"tokens", "contestants"}] of every length, in a process group that exists; ``device`` is that of the
-    rank."""
+    """[{"tokens", "contestants"}] of every length, in a process group that exists; ``device`` is the device
+    of the rank."""
     device = torch.device(device)
     runners = build(framework, hidden, intermediate, device)
     shard_bytes = 3 * hidden * intermediate * 2 // dist.get_world_size()

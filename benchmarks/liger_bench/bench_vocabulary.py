@@ -5,8 +5,8 @@
 fused_linear_ce and fused_linear_logprobs, forward and backward. "one device": every rank computes the whole
 lm_head, without communication. "sharded": the vocabulary-parallel op, with a shard of the weight on each
 rank. "GEMMs": three GEMMs of a shard by cuBLAS, of the tokens that are not ignored. Speed is the time of one
-device over that of the ranks and over their number: 1 is perfect scaling. A round is one step of each, in
-another order each time, on devices that GEMMs have heated; times are those of the slowest rank, the median
+device over the time of the ranks and over their number: 1 is perfect scaling. A round is one step of each, in
+another order each time, on devices that GEMMs have heated; times are the slowest rank's, the median
 over rounds. Peaks are what a step allocates beyond its inputs, on the rank with the highest peak; "workspace"
 is without the gradients, which every method returns.
 

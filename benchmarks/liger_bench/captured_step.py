@@ -25,7 +25,7 @@ class CapturedStep:
         return losses
 
     def capture(self, tokens):
-        """Peak bytes allocated on the device during the capture, those of other owners included."""
+        """Peak bytes allocated on the device during the capture, bytes of other owners included."""
         tokens = tokens.clone()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

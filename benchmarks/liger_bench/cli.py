@@ -122,7 +122,8 @@ def _complaint(arguments):
 
 
 def main(argv=None):
-    """Runs the suite with the given arguments (default: those of the process); returns the exit code."""
+    """Runs the suite with the given arguments (default: the arguments of the process); returns the exit
+    code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(argv)
     if arguments.heads:

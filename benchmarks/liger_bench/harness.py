@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Sizes of a sweep: those of the benchmarks of liger-kernel.
+# Sizes of a sweep, as in the benchmarks of liger-kernel.
 SIZES = (4096, 8192, 12288, 16384)
 VOCABULARIES = (40960, 81920, 122880, 163840)
 

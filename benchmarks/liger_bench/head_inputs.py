@@ -10,7 +10,7 @@ REFERENCE_ROWS = 2048
 
 
 def layer(options, tokens, hidden, vocabulary, ignored=""):
-    """Hidden states, weight and targets. The standard deviation of logits is that of a trained model; in the
+    """Hidden states, weight and targets. The standard deviation of logits is as in a trained model; in the
     self-test, which bounds every error, it is smaller."""
     logits_std = options.pick(2.5, 2.5, 0.5)
     return {

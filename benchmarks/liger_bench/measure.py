@@ -143,7 +143,7 @@ class Cpu:
 
 
 def relative_error(actual, exact):
-    """Frobenius norm of the difference over that of the exact value; nan if either is not finite."""
+    """Frobenius norm of the difference over the norm of the exact value; nan if either is not finite."""
     difference = torch.linalg.vector_norm(actual.detach().float() - exact.float())
     return (difference / torch.linalg.vector_norm(exact.float()).clamp_min(1e-30)).item()
 

@@ -22,7 +22,7 @@ def adamw(parameters, capturable=False):
 
 
 def adamw_8bit(parameters, capturable=False):
-    """AdamW of bitsandbytes with states of 8 bits; those of tensors below 4096 elements have 32."""
+    """AdamW of bitsandbytes with states of 8 bits; the states of tensors below 4096 elements have 32."""
     return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-5)
 
 

@@ -116,7 +116,7 @@ def main(arguments=None):
     results = [json.loads(path.read_text()) for path in parsed.results]
     ranks, found = ranks_of(results, parsed.shape), points(results, parsed.shape)
     if len(ranks) > 1:
-        parser.error(f"results of {ranks} ranks in one picture; name those of one number of ranks")
+        parser.error(f"results of {ranks} ranks in one picture; name results of one number of ranks")
     if not any(found.values()):
         parser.error(
             f"no result of {parsed.shape[0]}x{parsed.shape[1]} in {[str(p) for p in parsed.results]}"

@@ -2,7 +2,7 @@
 rank.
 
 On several ranks, GPU ``rank`` with nccl or the CPU with gloo, decoder layers and root are wrapped by
-``fully_shard``. Batches differ between ranks. Time is that of the slowest rank, peak memory that of the
+``fully_shard``. Batches differ between ranks. Time is the slowest rank's, peak memory the maximum of the
 largest, the first loss their mean. The results are saved after every contestant, and a second run measures
 those that are not in the file yet.
 """
@@ -206,14 +206,14 @@ def _row(records, shape, ranks):
 
 
 def _is_done(provider):
-    """Whether an earlier run has measured it. Packages can be installed later, and failures repaired."""
+    """True if an earlier run has measured it. Packages can be installed later, and failures repaired."""
     return provider is not None and (
         provider["status"] in ("ok", "wrong") or "out of memory" in provider["reason"]
     )
 
 
 def _compare(record):
-    """Marks providers whose first loss is not that of the unpatched model."""
+    """Marks providers with another first loss than the unpatched model."""
     measured = [p for p in record["providers"].values() if "first_loss" in p]
     reference = next((p["first_loss"] for p in measured if p["group"] == "plain"), None)
     for provider in measured:

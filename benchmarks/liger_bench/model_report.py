@@ -12,7 +12,7 @@ def shape_of(record):
 
 
 def tokens_per_second(record, provider):
-    """Of all ranks; batch and peak memory are those of one."""
+    """Of all ranks; batch and peak memory are per rank."""
     tokens = record["batch"] * record["sequence"] * record.get("ranks", 1)
     return tokens / provider["ms"]["median"] * 1e3
 

@@ -13,7 +13,7 @@ from liger.transformers.checkpointing import methods
 from .captured_step import WARM_UP, CapturedStep
 from .measure import PROVIDER_ERRORS, spread
 
-# Allowed relative difference of the first loss from that of the unpatched model.
+# Allowed relative difference of the first loss from the unpatched model's.
 SAME_LOSS = 2e-3
 
 

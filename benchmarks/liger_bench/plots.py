@@ -39,13 +39,13 @@ def shown(records):
 
 
 def is_line(provider):
-    """Whether a ceiling is drawn as a line: it does only a part of the work, so its memory is not
+    """True if a ceiling is drawn as a line: it does only a part of the work, so its memory is not
     comparable."""
     return provider["group"] == "ceiling" and not provider.get("peak_mib")
 
 
 def _dominated(name, measured):
-    """Whether another variant of the same backend is at least as fast and as small as this one of liger, such
+    """True if another variant of the same backend is at least as fast and as small as this one of liger, such
     as "liger[cuda] small". The variant without suffix is always shown."""
     backend = name.partition("]")[0]
     if measured[name]["group"] != "ours" or name == backend + "]":
@@ -64,7 +64,8 @@ def _measured(record):
 
 
 def group_of(record, label, names=None):
-    """The bars of a record: those of ``{name: series}`` in this order, or of all providers, fastest first."""
+    """The bars of a record: the series of ``{name: series}`` in this order, or of all providers, fastest
+    first."""
     measured = _measured(record)
     ceiling = next((n for n in record["ceilings"] if n in measured and is_line(measured[n])), None)
     if names is None:

@@ -118,7 +118,7 @@ def unpatch(plain, patched, model_type, class_name):
 
 
 def bfloat16(plain, patched, model_type, class_name):
-    """Both models in bfloat16 against float32: the error of the patched one is at most twice that of the
+    """Both models in bfloat16 against float32: the error of the patched one is at most twice the error of the
     other."""
     narrow = [copied(model).to(torch.bfloat16) for model in (plain, patched)]
     found = [_bfloat16_difference(plain, narrow, batch_for(plain, seed=seed)) for seed in range(3)]

@@ -104,7 +104,7 @@ def both(
 
 
 def _as_near_to_float64(plain, batch, seed, actual, expected, factor):
-    """Whether a result is at most three times as far from float64 as the unpatched model's results, and the
+    """True if a result is at most three times as far from float64 as the unpatched model's results, and the
     loss within ``factor`` times its tolerance.
 
     Some models amplify every rounding, so that two correct results differ. How much shows in the unpatched

@@ -1,4 +1,4 @@
-"""Where losses of liger_kernel.chunked_loss have another meaning than those of liger.losses, and what is not
+"""Where losses of liger_kernel.chunked_loss have another meaning than losses of liger.losses, and what is not
 taken."""
 
 import pytest

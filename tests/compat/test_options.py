@@ -120,7 +120,7 @@ def test_the_modules_are_those_of_liger_patch(make, options):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_shift_labels_without_labels(training):
-    """The loss; a model that liger.patch has patched returns none, as that of transformers."""
+    """The loss; a model that liger.patch has patched returns none, as transformers' model does."""
     batch = tiny_models.batch()
     ids = batch["input_ids"]
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]

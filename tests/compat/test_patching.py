@@ -135,7 +135,7 @@ LINEAR_ATTENTION = {
     ],
 )
 def test_parts_that_an_option_switches(family, settings, option, parts):
-    """The parts are those of the option, of one model and of later ones, and without it all others are
+    """The parts come from the option, of one model and of later ones, and without it all others are
     patched."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

@@ -1,7 +1,7 @@
 """Tiny Hugging Face models of several families, their batches on each rank, and some steps of training.
 
 A test trains a model twice under the same wrapper, patched and not patched, and a float64 copy in one
-process. Loss, gradients and weights of the patched model must be as near to float64 as those of the model
+process. Loss, gradients and weights of the patched model must be as near to float64 as in the model
 that is not patched.
 """
 
@@ -143,7 +143,7 @@ def batch(name, step, rank, ignored=False, images=True):
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
     if ALL[name].experts:
-        # Tokens of rank 1 choose four of eight experts, those of rank 0 choose all but one.
+        # Tokens of rank 1 choose four of eight experts, tokens of rank 0 choose all but one.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
     labels[0, : 2 + step + 2 * rank] = -100
@@ -256,7 +256,7 @@ def exactly(model, steps):
 
 
 def assert_as_exact(ours, theirs, exact, dtype=torch.float32):
-    """Losses, gradients and changes of weights are as near to float64 as those of the model that is not
+    """Losses, gradients and changes of weights are as near to float64 as in the model that is not
     patched.
 
     A tensor of ``ours`` may err three times as much as the same tensor of ``theirs``, or as the median tensor
@@ -278,8 +278,8 @@ def _errors(ours, theirs, exact, dtype):
     names = [name for name in ours if None not in (ours[name], theirs[name])]
     if not names:
         return
-    # A gradient that float64 alone knows to be zero, such as that of the bias of keys, is compared with the
-    # others.
+    # A gradient that float64 alone knows to be zero, such as the gradient of the bias of keys, is compared
+    # with the others.
     goals = {name: theirs[name].new_zeros(()) if exact[name] is None else exact[name] for name in names}
     least = LEAST * max(goal.abs().max().item() for goal in goals.values())
 
@@ -298,7 +298,7 @@ def _errors(ours, theirs, exact, dtype):
 
 
 def patched(model, name, parts=None, **options):
-    """Patches a model; ``parts``: counts that differ from those of the family, because of the options."""
+    """Patches a model; ``parts``: counts that differ from the family's, because of the options."""
     liger.patch(model, **options)
     assert_patched(model, name, parts)
     return model

@@ -40,7 +40,7 @@ def error(actual, expected):
 
 
 def errors(x, weight, target, upstream=None, chunk_rows=CHUNK, temperature=1.0, of_entropy=None):
-    """(errors of both gradients, the emulation); the exact results are not those of the rounded gradients."""
+    """(errors of both gradients, the emulation); the exact results do not use the rounded gradients."""
     upstream = torch.ones(len(x), dtype=torch.float64) if upstream is None else upstream
     result = gradients(x, weight, target, upstream, chunk_rows, temperature, of_entropy)
     grad_input, grad_weight, log_sum = exact_gradients(x, weight, target, upstream, temperature, of_entropy)

@@ -78,7 +78,7 @@ def test_plans_of_kept_exponentials(name):
 @pytest.mark.parametrize(("ranks", "scale"), [(2, 1.0), (1, 40.0), (3, 40.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rules_without_a_gpu(ranks, dtype, scale, entropy, recompute, monkeypatch):
-    """With steps in torch, whose rounding is that of the engine, but for the sum of weight gradients."""
+    """With steps in torch that round as the engine does, except for the sum of weight gradients."""
     monkeypatch.setattr(sm90, "steps", LogProbSteps)
     monkeypatch.setattr(LogProbSteps, "moved", 0)
     monkeypatch.setattr(LogProbSteps, "overflows", 0)

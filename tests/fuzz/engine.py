@@ -100,7 +100,7 @@ class Numbers:
         self.generator = torch.Generator().manual_seed(draw(seeds))
 
     def normal(self, *shape, scale=1.0, dtype=None, alike=True):
-        """``alike``: rows may be one row, expanded. Not those of a head's weight, whose classes would be
+        """``alike``: rows may be one row, expanded. Not rows of a head's weight: its classes would be
         alike."""
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         return self.lay(values.to(dtype or self.dtype), alike)

@@ -201,8 +201,8 @@ def divergence(kind, log_p, log_q, beta=0.5):
 def jsd(log_p, log_q, beta):
     """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
 
-    The logarithm of m comes from that of the larger one: by ``logaddexp`` rows whose p and q are alike would
-    keep few digits, in float64 too.
+    The logarithm of m comes from the larger one's logarithm: by ``logaddexp`` rows whose p and q are alike
+    would keep few digits, in float64 too.
     """
     ratio = torch.where((log_p == -torch.inf) & (log_q == -torch.inf), 0.0, log_p - log_q)
     larger = ratio > 0
@@ -270,7 +270,7 @@ def log_sigmoid(x):
 
 
 def dpo(kind, chosen, rejected, beta, smoothing, tau):
-    """Of the log-ratios of policy and reference; the names are those of TRL."""
+    """Of the log-ratios of policy and reference; the names are TRL's."""
     margin = beta * (chosen - rejected)
     won, lost = log_sigmoid(margin), log_sigmoid(-margin)
     if kind == "sigmoid":

@@ -16,7 +16,7 @@ METRICS = ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy")
 
 
 def rows_of(draw):
-    """(leading sizes of the logits, those of the target)"""
+    """(leading sizes of the logits, sizes of the target)"""
     return tuple(leading(draw)) or (draw(st.sampled_from([1, 2, 7])),)
 
 

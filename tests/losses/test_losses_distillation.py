@@ -76,7 +76,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", ["jsd", "cosine", "top k"])
 def test_logits_are_computed_once(name, weights, dtype, budget, products):
-    """Those of the student serve both parts; those of the teacher only where there is a distance."""
+    """The student's logits serve both parts; the teacher's only where there is a distance."""
     tensors, (hard, soft) = make("cpu", dtype), WEIGHTS[weights]
     module = DISTANCES[name][0](
         weight_hard_loss=hard, weight_soft_loss=soft, temperature=2.0, memory_budget=budget

@@ -54,7 +54,7 @@ def test_teachers_of_some_classes(device, rest, temperature):
 
     expected = run(log_p, indices)
     fill = torch.full_like(log_p[..., :2], -torch.inf)
-    # In front and behind; the class of one of them is that of a real entry, and that of the label.
+    # In front and behind; the class of one of them is the class of a real entry, and of the label.
     filled = torch.cat([fill, log_p, fill], -1)
     classes = torch.cat(
         [indices[..., 3:], indices, tensors["labels"].clamp_min(0)[..., None].expand(fill.shape)], -1

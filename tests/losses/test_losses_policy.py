@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def around(hidden, weight, target, bias, spread, **how):
-    """Log-probabilities (S, L) near those of the policy, with NaN where nothing counts."""
+    """Log-probabilities (S, L) near the policy's, with NaN where nothing counts."""
     rows = [plain.token_logprobs(x, weight, y, bias, **how)[0] for x, y in zip(hidden, target, strict=True)]
     exact = torch.stack(rows)
     return (exact + spread * torch.randn_like(exact)).where(target != IGNORED, torch.nan)
@@ -132,7 +132,7 @@ def test_denominator(device, kind):
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo"])
 def test_less_than_one_item_per_process(device, kind):
-    """The global number over that of processes may be below 1; no items at all are no division by 0."""
+    """The global number over the number of processes may be below 1; no items at all are no division by 0."""
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
     module = losses.FusedLinearGRPOLoss(loss_type=kind)
 

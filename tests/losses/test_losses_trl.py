@@ -1,4 +1,4 @@
-"""The losses against those of TRL's own trainers, called with the same tiny model and batch."""
+"""The losses against TRL's own trainers, called with the same tiny model and batch."""
 
 import collections
 import inspect

@@ -92,7 +92,7 @@ def check(index, *draws, **options):
         return lambda x, *rest: function(x, index, *rest, **options)
 
     # The gradient of the routing weights is float32, but both formulas round a product of x to the dtype of x
-    # first. It is a sum of other terms than that of the loop, which may cancel more.
+    # first. It is a sum of other terms than the sum of the loop, which may cancel more.
     rounding = max(torch.finfo(draws[0][0].dtype).eps / torch.finfo(torch.float32).eps, 16.0)
     check_draws(call(liger.grouped_experts), call(plain), draws, intermediate=rounding)
 
@@ -267,7 +267,7 @@ def test_module(device, options):
 
 
 def saved_bytes(function, *given):
-    """Bytes of the storages that autograd saves, less those of the given tensors."""
+    """Bytes of the storages that autograd saves, without the given tensors."""
     known = {t.untyped_storage().data_ptr() for t in given}
     found = {}
 

@@ -67,7 +67,7 @@ def run(op, arguments):
 
 def differentiable_inputs(arguments, op=None):
     """Arguments whose floating tensors of two and more dimensions require grad: weights of classes have one.
-    Not those of a teacher, which is frozen."""
+    Not the gradients of a teacher, which is frozen."""
     if op is not None:
         schema = overload(op)._schema.arguments
         return tuple(

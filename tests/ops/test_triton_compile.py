@@ -322,8 +322,8 @@ def record(monkeypatch, module, dtype, **sizes):
     return launches
 
 
-# Bytes per block, of compute capability 8.6, 8.9 and 12.0: plans for CPU tensors are those of the smallest
-# GPU.
+# Bytes per block, of compute capability 8.6, 8.9 and 12.0: plans for CPU tensors are the plans of the
+# smallest GPU.
 SMALLEST_SHARED_MEMORY = 101376
 
 # One launch of every kernel for one of the six kinds in a quick run.

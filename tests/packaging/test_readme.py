@@ -114,7 +114,7 @@ def test_links_lead_somewhere(page):
 
 
 def is_source(folder):
-    """Whether a folder is part of the repository: .gitignore leaves out the others."""
+    """True if a folder is part of the repository: .gitignore leaves out the others."""
     return folder in FOLDERS or not (folder.startswith(".") or folder in GENERATED)
 
 
@@ -154,7 +154,7 @@ def paths_named(text):
 
 
 def exists(path, page):
-    """Whether a path, from ROOT, from the page or as the last parts of a file's, leads to something."""
+    """True if a path, from ROOT, from the page or as the last parts of a file's, leads to something."""
     for start in (ROOT, page.parent):
         if any(start.glob(path)):
             return True

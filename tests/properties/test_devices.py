@@ -35,7 +35,7 @@ def one_elsewhere():
     return found
 
 
-# Devices beside that of the other tensors; a test without a GPU has the first.
+# Devices other than the device of the other tensors; a test without a GPU has the first.
 ELSEWHERE = ["meta", *(["cpu"] if GPU else []), *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
 
 
@@ -109,8 +109,8 @@ def tensors_of_forwards():
     ("family", "op", "place"), tensors_of_forwards(), ids=lambda v: getattr(v, "name", v)
 )
 def test_the_same_words_in_every_backend(family, op, place):
-    """The check of the compiled kernels, which those of torch make as well, that of the dispatcher for meta
-    tensors, and that before Triton kernels where there are several GPUs."""
+    """The check of the compiled kernels, which the kernels of torch make as well, the check of the dispatcher
+    for meta tensors, and the check before Triton kernels where there are several GPUs."""
     given = list(SAMPLES[op](torch.device("cpu"))[0])
     given[place] = given[place].detach().to("meta")
     dispatched, kernel = getattr(torch.ops.liger, op), checking_arguments(op, family.torch_kernels[op])

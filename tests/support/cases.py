@@ -42,8 +42,8 @@ def error(actual, exact):
 
 
 def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
-    """The error against the exact (float64) value is at most twice that of plain torch in the same dtype,
-    plus the rounding of the dtype itself: no tolerance is tuned by hand. Where the result depends on a
+    """The error against the exact (float64) value is at most twice the error of plain torch in the same
+    dtype, plus the rounding of the dtype itself: no tolerance is tuned by hand. Where the result depends on a
     float32 intermediate whose absolute error becomes a relative one, such as the argument of an exponential,
     ``intermediate`` is its size."""
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
@@ -73,15 +73,15 @@ def forward_backward(function, inputs, grad_outputs=None):
 
 
 def check_op(function, plain, inputs, intermediate=0.0):
-    """Outputs and gradients of ``function`` against those of ``plain`` in the same dtype and in float64."""
+    """Outputs and gradients of ``function`` against ``plain`` in the same dtype and in float64."""
     check_draws(function, plain, [inputs], intermediate)
 
 
 def check_draws(function, plain, draws, intermediate=0.0):
     """:func:`check_op` of the results of several draws of the inputs, stacked.
 
-    For a result of one number: its error may be any multiple of that of plain torch, which is zero by chance,
-    and relative to itself it has no bound where its terms cancel.
+    For a result of one number: its error may be any multiple of the error of plain torch, which is zero by
+    chance, and relative to itself it has no bound where its terms cancel.
     """
     runs = []
     for inputs in draws:

@@ -63,7 +63,7 @@ def test_training_step(device, family):
 
 
 def assert_as_exact_as_plain(ours, theirs, best, dtype):
-    """Loss and gradients are no further from those of float32 than the unpatched model's in the same dtype.
+    """Loss and gradients are no further from float32 than the unpatched model's in the same dtype.
 
     Thousands of roundings lie between an input and a gradient, and luck decides which of two equally exact
     models comes closer at one element, so the error is measured over each tensor.

@@ -124,7 +124,7 @@ def test_dpo_with_adapters(tmp_path, own_adapter, modules_to_save):
 
 @pytest.mark.parametrize("make", ["dpo", "sft", "sft of texts", "dft of texts"])
 def test_prompt_tuning(tmp_path, make):
-    """Virtual tokens before those of the batch. The last one predicts the first token of a text."""
+    """Virtual tokens before the tokens of the batch. The last one predicts the first token of a text."""
     config = prompt_tuning(3)
 
     def trainer():
@@ -174,7 +174,7 @@ def test_a_model_on_the_ops_of_liger(tmp_path):
 
 
 def test_report_of_a_model_whose_trainer_has_its_own_head(tmp_path):
-    """TRL puts its head before that of a model which was patched; liger.trl.patch puts ours there."""
+    """TRL puts its head before the head of a model which was patched; liger.trl.patch puts ours there."""
     model = liger.patch(made.model())
     trainer = made.dpo(tmp_path, model, liger.patch(made.model(0.05)))
     for m in (model, trainer.ref_model):

@@ -108,7 +108,7 @@ def test_embeddings_that_the_forward_computes(embeds):
 
 
 def test_a_sharded_model_is_not_read():
-    """No weight and no hook is touched: those of a model under ZeRO-3 or FSDP2 are not there."""
+    """No weight and no hook is touched: the weights of a model under ZeRO-3 or FSDP2 are not there."""
     model = made.model()
 
     def touched(module, *_):

@@ -189,7 +189,7 @@ def in_both_forms(folder, patched):
 
 
 def test_evaluation(tmp_path):
-    """Logits and losses are those of the model that is not patched. transformers uses local shards here."""
+    """Logits and losses agree with the model that is not patched. transformers uses local shards here."""
     inputs = families.to(families.batch("llama", 0, 0), ranks.DEVICE)
     unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
     for ours, theirs in zip(in_both_forms(tmp_path, "after"), in_both_forms(tmp_path, None), strict=True):
@@ -224,7 +224,7 @@ OTHER_PLANS = {
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("plan", OTHER_PLANS)
 def test_other_layouts(plan, name, patched):
-    """Of the input and the output of the head. The loss is that of all tokens and all classes."""
+    """Of the input and the output of the head. The loss is over all tokens and all classes."""
     inputs = families.batch(name, 0, 0)
     model = by_torch(name, patched, OTHER_PLANS[plan])
     assert_same_step(one_step(model, inputs), one_step(families.make(name, tied=False), inputs))

@@ -1,4 +1,4 @@
-"""Ops and modules with DTensors on a mesh of two dimensions, against those of one process. Four ranks."""
+"""Ops and modules with DTensors on a mesh of two dimensions, against one process. Four ranks."""
 
 import in_shards
 import pytest
@@ -119,7 +119,7 @@ def test_fused_linear_logprobs(rows, weights):
     assert_gradients(leaves, whole)
 
 
-# (placements of the rows, or "plain": those of this rank alone)
+# (placements of the rows, or "plain": the rows of this rank alone)
 VOCAB_ROWS = ["plain", (S0, R), (S0, S1), (R, R), (R, S0)]
 
 
@@ -203,7 +203,7 @@ def _logprobs(hidden, weight, target):
 
 @pytest.mark.parametrize("function", [_loss, _logprobs])
 def test_vocab_parallel_tokens_of_a_sharded_sequence(function):
-    """Flattened (batch, tokens) with shards of the tokens: the rows of a rank alternate with those of
+    """Flattened (batch, tokens) with shards of the tokens: the rows of a rank alternate with rows of
     others."""
     hidden, weight, target = random(4, 6, H).requires_grad_(), random(V, H, seed=1) / 4, targets(4, 6)
     weight = weight.requires_grad_()
@@ -233,8 +233,8 @@ def test_vocab_parallel_cross_entropy(rows):
 
 
 def test_weights_that_fully_shard_has_sharded():
-    """Outside of the forward of their unit they are refused, with what to do; within it they are those of one
-    dimension."""
+    """Outside of the forward of their unit they are refused, with what to do; within it they are the results
+    of one dimension."""
 
     class Head(torch.nn.Linear):
         def forward(self, hidden, target):
@@ -248,7 +248,7 @@ def test_weights_that_fully_shard_has_sharded():
     with torch.no_grad():
         head.weight.copy_(whole[1])
     parallelize_module(head, mesh()["tensor"], ColwiseParallel(use_local_output=False))
-    # The inputs and outputs of this style are those of logits.
+    # The inputs and outputs of this style are logits.
     for hooks in (head._forward_pre_hooks, head._forward_hooks):
         hooks.clear()
     fully_shard(head, mesh=mesh()["data"])

@@ -1,4 +1,4 @@
-"""A head whose classes are spread over the ranks: losses and gradients are those of the whole head."""
+"""A head whose classes are spread over the ranks: losses and gradients agree with the whole head."""
 
 import in_shards
 import pytest

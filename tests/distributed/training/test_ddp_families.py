@@ -71,7 +71,7 @@ def test_idle_experts(name, implementation):
 
 @pytest.mark.parametrize("name", families.MOE)
 def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
+    """The loss of the router is added to the loss of the head, in place."""
     run(name, families.batches(name, output_router_logits=True))
 
 

@@ -146,7 +146,7 @@ def comparable(ops):
 
 
 def test_a_module_that_is_called_without_its_engine():
-    """Before the first step, and after other code has partitioned all parameters, those of norms are not
+    """Before the first step, and after other code has partitioned all parameters, parameters of norms are not
     gathered: the norms are called, and their hooks gather them."""
     batch = families.to(families.batches("qwen3")[0][ranks.RANK], ranks.DEVICE)
     plain = families.make("qwen3").eval()
@@ -169,7 +169,7 @@ def test_a_module_that_is_called_without_its_engine():
 
 @pytest.mark.parametrize("name", families.MOE)
 def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
+    """The loss of the router is added to the loss of the head, in place."""
     run(name, families.batches(name, output_router_logits=True))
 
 

@@ -27,7 +27,7 @@ def sharded(tied, **options):
 @pytest.mark.parametrize("reshard", [False, True], ids=["", "reshard"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_fully_shard(tied, reshard):
-    """The gradient is added to that of the gathered parameter, which fully_shard reduces."""
+    """The gradient is added to the gradient of the gathered parameter, which fully_shard reduces."""
     model, inputs, expected = sharded(tied, reshard_after_forward=reshard)
     for _ in range(2):
         model.zero_grad()

@@ -49,7 +49,7 @@ def shard(model, head=False, **options):
 
 
 def total(loss):
-    """The mean over all ranks; those of a tensor-parallel group have the same loss."""
+    """The mean over all ranks; the ranks of a tensor-parallel group have the same loss."""
     return ranks.total(loss.float()) / ranks.WORLD
 
 

@@ -24,7 +24,7 @@ def test_against_float64(device, shape, dtype):
 
 
 def check_both_ways(rows, columns, device, dtype):
-    """y and its gradient against float64; the gradient against that of the y which was computed."""
+    """y and its gradient against float64; the gradient against the gradient for the computed y."""
     x, grad = (torch.randn(rows, columns, device=device) for _ in range(2))
     x, grad = (3 * x).to(dtype).requires_grad_(), grad.to(dtype)
     y = liger.softmax(x)
@@ -64,7 +64,7 @@ def test_long_rows(device, dtype, rows, row_bytes):
 
 # The bytes of a row at which the cuda backend changes the shape of its launch, with 228 KB of shared memory
 # per SM: three blocks per SM, alone, in pairs, in the largest clusters; then two blocks per SM and one, in
-# the largest clusters. First those of the backward, which stages two tensors.
+# the largest clusters. First the sizes of the backward, which stages two tensors.
 LIMITS = [
     38144, 76032, 303104, 457728, 919552,
     76160, 152064, 602112, 912384, 1835008,
@@ -141,7 +141,7 @@ def test_strides(device, move, columns):
 
 
 def test_expanded_gradient(device):
-    """All strides of the gradient of a sum are 0; that of a softmax is 0, too."""
+    """All strides of the gradient of a sum are 0; the gradient of a softmax is also 0."""
     x = torch.randn(4, 100, device=device, requires_grad=True)
     liger.softmax(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-7)

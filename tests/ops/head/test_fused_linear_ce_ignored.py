@@ -68,7 +68,7 @@ def test_every_reduction_and_option(device, mask, reduction, name):
 @pytest.mark.parametrize("accum_dtype", [None, "input"], ids=str)
 @pytest.mark.parametrize("chunk", [5, 16, 40, ROWS])
 def test_every_place_of_the_logits(device, chunk, accum_dtype, dtype, hidden):
-    """In memory of their own, in that of the weight's gradient and in that of the input's."""
+    """In memory of their own, of the weight's gradient and of the input's."""
     mask = ignored_rows("half")
     tensors, target = layer(mask, device, hidden, dtype=dtype)
     accum_dtype = dtype if accum_dtype == "input" else None

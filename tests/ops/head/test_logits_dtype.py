@@ -1,4 +1,4 @@
-"""logits_dtype=torch.float32: log-probabilities within 1e-5 of those of float32 logits, and gradients from
+"""logits_dtype=torch.float32: log-probabilities within 1e-5 of float32 logits, and gradients from
 these probabilities, for every backend, combination of dtypes and option."""
 
 import itertools
@@ -92,8 +92,8 @@ def test_rounded_logits_have_a_larger_error(device, dtype):
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)
 def test_gradients(device, dtypes, options, budget, entropy):
     """Logits with a standard deviation of 15: in bfloat16 their rounding would change probabilities by some
-    percent. A gradient has the error of its own rounding and, from operands of one 16-bit dtype, of that of
-    the gradient of the logits."""
+    percent. A gradient has the error of its own rounding and, from operands of one 16-bit dtype, of the
+    rounding of the gradient of the logits."""
     tensors = make(device, dtypes, std=15.0, bias=True)
     upstream = torch.randn(2, ROWS, device=device)
     options = OPTIONS[options]
@@ -109,7 +109,7 @@ def test_gradients(device, dtypes, options, budget, entropy):
 
     how = {**options, "memory_budget": BUDGETS[budget], "metrics": ("entropy",)}
     mine = grads(lambda *t: liger.fused_linear_logprobs(*t, **how, logits_dtype=torch.float32), tensors)
-    # Without the row of NaN, whose gradient here is that of a row that is left out.
+    # Without the row of NaN, whose gradient here is as for a row that is left out.
     x = tensors[0].masked_fill((tensors[2] == -100).unsqueeze(1), 0.0)
     wide = [x.double(), tensors[1].double(), tensors[2], tensors[3].double()]
     exact = grads(lambda *t: plain(*t, torch.float64, **options), wide)

@@ -366,7 +366,7 @@ def test_bad_input_of_the_logprobs_and_of_the_op():
 
 
 def test_zero_factors_change_nothing(device):
-    """As in a fresh adapter, whose B is zero: the loss is that of the layer alone, and B has a gradient."""
+    """As in a fresh adapter, whose B is zero: the loss is the layer's alone, and B has a gradient."""
     tensors, target = make(device)
     tensors[4].zero_()
     inputs = leaves(tensors)

@@ -65,7 +65,7 @@ OPTIONAL = {
 
 
 def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than those of a new
+    """The same values in rows that lie differently to the vectors of the hardware than in a new
     tensor."""
     return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 

@@ -65,7 +65,7 @@ def check(kind, student, teacher, target, weight, layout=torch.clone, dtype=None
         # Where the probabilities are equal up to rounding, either sign is as good.
         log_q, log_p = (z.double().log_softmax(-1) for z in (student, teacher))
         difference = difference.masked_fill((log_q - log_p).abs() < 1e-5, 0.0)
-    # One rounding of each element, those of the targets too: not of the two of which they are the difference.
+    # One rounding of each element, also of the targets: not of the two of which they are the difference.
     # A reverse KL takes the difference of logarithms as large as 20, of which two neighbouring floats are
     # 2e-6 apart.
     least = 8e-6 if kind == "reverse_kl" else 4e-6

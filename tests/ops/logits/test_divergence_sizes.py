@@ -30,7 +30,7 @@ def pair(rows, vocab, device, dtype):
 
 
 def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than those of a new
+    """The same values in rows that lie differently to the vectors of the hardware than in a new
     tensor."""
     return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
@@ -93,7 +93,7 @@ def gpu():
         yield device
 
 
-# The bytes of a row at which the cuda backend changes how it keeps those of both, with 228 KB of shared
+# The bytes of a row at which the cuda backend changes how it keeps the rows of both, with 228 KB of shared
 # memory: at all; with three blocks on a multiprocessor in a block, in two, in three, in the largest clusters;
 # with two of them in the largest clusters; with one, the last. First jsd, which keeps more.
 LIMITS = [

@@ -56,9 +56,9 @@ def test_group_norm(device, shape, groups, dtype, which):
 
 
 # The bytes of a group at which the cuda backend changes the shape of its launch, with 228 KB of shared memory
-# per SM. First those of the backward, which stages two tensors: two blocks per SM, one, pairs, the largest
-# clusters; then those of the forward: two blocks per SM, alone, in pairs and in the largest clusters, and
-# one.
+# per SM. First the sizes of the backward, which stages two tensors: two blocks per SM, one, pairs, the
+# largest clusters; then the sizes of the forward: two blocks per SM, alone, in pairs and in the largest
+# clusters, and one.
 LIMITS = [56576, 113664, 227328, 903168, 114816, 229376, 908288, 1826816]
 
 

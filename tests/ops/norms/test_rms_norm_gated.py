@@ -153,7 +153,7 @@ def test_empty(device, shape, group_size):
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_gates_far_from_zero(device, norm_before_gate):
-    """Saturated gates: value and gradient are those of the limits, and finite."""
+    """Saturated gates: value and gradient are as at the limits, and finite."""
     # One large gate among small ones would make the gradient a difference of nearly equal numbers.
     gate = torch.tensor(
         [[-1e4, -200.0, -90.0, -30.0, 0.0, 1.0, 2.0, 3.0], [1e4] * 8, [90.0] * 8], device=device

@@ -93,7 +93,7 @@ def _bad_calls(x, weight, bias, target):
 
 
 def _names_in_messages(x, weight, bias, target):
-    """Each op appears under the name by which it was called, and not under that of its form for one
+    """Each op appears under the name by which it was called, and not under the name of its form for one
     process."""
     for function, (valid, calls) in _bad_calls(x, weight, bias, target).items():
         for words, arguments, options in calls:

@@ -70,7 +70,7 @@ def check(
     rank, world, what, x, weight, target, with_entropy=True, trained=(True, True), bounds=None, layout=None,
     budget=BUDGET, tolerance=TOLERANCE, between=contextlib.nullcontext, **chosen,
 ):  # fmt: skip
-    """Results and gradients against those of float64; ``between``: a context of the backward."""
+    """Results and gradients against float64; ``between``: a context of the backward."""
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])

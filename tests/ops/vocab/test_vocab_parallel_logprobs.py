@@ -48,7 +48,7 @@ def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_inde
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_budget=None, **chosen):
-    """All results and gradients are as exact as those of one process, and the same bits on every process."""
+    """All results and gradients are as exact as on one process, and the same bits on every process."""
     layout = {"vocab_size": tensors[1].shape[0]} if layout is None else layout
     parts = [leaves(tensors[0])[0], *(part_of(t, rank, world, bounds) for t in tensors[1:])]
     whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
@@ -273,7 +273,7 @@ def counted_rows():
 
 
 def _ignored_rows_are_free(rank, world):
-    """No product has a row of theirs, results and gradients are those of the other rows, and their hidden
+    """No product has a row of theirs, results and gradients are as for the other rows alone, and their hidden
     states may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
     target[:] = torch.arange(40) % 34
@@ -293,7 +293,7 @@ def _ignored_rows_are_free(rank, world):
         with counted_rows() as rows:
             found = in_shards.fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
             (found.logprobs.sum() + 0.5 * found.entropy.sum()).backward()
-        # The logits of the forward, those of the backward, and their gradients, in chunks.
+        # The logits of the forward and of the backward, and their gradients, in chunks.
         assert sum(rows) == 3 * kept.sum() and len(rows) != 3, rows
         assert not found.logprobs[~kept].any() and not found.entropy[~kept].any()
         assert (found.argmax[~kept] == -1).all()

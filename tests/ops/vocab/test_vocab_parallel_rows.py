@@ -58,8 +58,8 @@ PATTERNS = {
 
 
 def _ignored_rows_are_free(rank, world):
-    """No product has a row of theirs, results and gradients are those of the other rows, and hidden states
-    and token weights of theirs may be anything."""
+    """No product has a row of theirs, results and gradients are as for the other rows alone, and hidden
+    states and token weights of theirs may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
     target[:] = torch.arange(40) % 34
     token_weight = torch.rand(40) + 0.5
@@ -211,7 +211,7 @@ def _ignored(target):
 
 
 def _check(layout, work, dtype, whole, target, mesh, budget):
-    """Results and gradients are those of the op of one process on (b, s, h)."""
+    """Results and gradients agree with the op of one process on (b, s, h)."""
     (one, parallel), run = WORK[work]
     order, dim, as_view = LAYOUTS[layout]
     full = leaves(*whole)

@@ -62,7 +62,7 @@ def assert_close(actual, expected, what):
 
 
 def check(rank, world, what, x, weight, target, trained=(True, True), bounds=None, layout=None, **chosen):
-    """Results and gradients against those of float64."""
+    """Results and gradients against float64."""
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])

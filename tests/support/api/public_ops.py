@@ -160,7 +160,7 @@ CASES |= {
 
 
 def differentiable(name, index, tensor):
-    """Whether this input of the op gets a gradient: all that floats but the tables of rope."""
+    """True if this input of the op gets a gradient: all that floats but the tables of rope."""
     tables_from = {"rope": 2, "qk_norm_rope": 4}
     return tensor.is_floating_point() and index < tables_from.get(name, index + 1)
 

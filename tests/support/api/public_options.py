@@ -323,7 +323,7 @@ def settings():
 
 
 def _is_decided(cls, option, value):
-    """Whether a class refuses an option of its base, since it sets it itself."""
+    """True if a class refuses an option of its base, since it sets it itself."""
     try:
         _constructed(cls, {option: value})
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Results of a traced call and of the eager one; as a program, those of programs that another process has
+"""Results of a traced call and of the eager one; as a program, also of programs that another process has
 saved."""
 
 import sys

@@ -191,7 +191,7 @@ def has_common_parts(model):
 
 
 def assert_replaced(model, like):
-    """The parts that are replaced are those of a patched model without the other package."""
+    """The parts that are replaced are the parts of a patched model without the other package."""
     assert kinds(model) == kinds(like) and has_common_parts(model)
 
 

@@ -2,7 +2,7 @@
 float16.
 
 docs/performance/fused_linear_ce_sm90.md, "float16", has the analysis; csrc/linear_ce/sm90 the kernels. The
-constants are those of csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
+constants are in csrc/linear_ce/sm90/element.cuh, tile.h and range_rows.cuh.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ def exponentials(z, target, is_element):
 
     Returns:
         exponentials; per row its reference, its sum, the number as which an exponential of 1 is stored,
-        whether it has the one-hot term as an element (that of ``is_element``, or its target has most of the
-        probability), and whether a pass shifts it; and the largest number before rounding.
+        whether it has the one-hot term as an element (the element of ``is_element``, or its target has most
+        of the probability), and whether a pass shifts it; and the largest number before rounding.
     """
     reference = references(z, target)
     e, totals = row_sums(z, reference)
@@ -135,7 +135,7 @@ def gradients(
 ):  # fmt: skip
     """The gradients of ``sum(upstream * loss per row - entropy_upstream * entropy per row)``.
 
-    With all rows in one chunk they are those of exponentials that are kept from the forward.
+    With all rows in one chunk they come from exponentials that are kept from the forward.
 
     Args:
         x, weight: (rows, hidden), (classes, hidden), float16.

@@ -37,7 +37,7 @@ def check(mine, plain, hidden, weight, bias, intermediate=8.0):
     def run(function, dtype=None):
         leaves = [leaf(t, dtype) for t in (hidden, weight, bias)]
         loss = function(*leaves)
-        # An upstream gradient other than 1, as that of gradient accumulation.
+        # An upstream gradient other than 1, as in gradient accumulation.
         return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
 
     results = run(mine), run(plain), run(plain, torch.float64)

@@ -341,7 +341,7 @@ def _divergence_of(*option):
 
 
 def _linear_pair(d):
-    """Hidden states and weight of the student, those of the teacher."""
+    """Hidden states and weights of the student and of the teacher."""
     return floats(d, 6, 8), floats(d, 11, 8), floats(d, 6, 5), floats(d, 11, 5)
 
 

@@ -80,13 +80,14 @@ class ReferenceSteps:
         return z if softcap is None else softcap * torch.tanh(z / softcap)
 
     def _chunk(self, plan, index):
-        """(slice of the gathered rows, that of the valid ones among them)"""
+        """(slice of the gathered rows, slice of the valid ones among them)"""
         first, rows, _ = plan[4 + 3 * index : 7 + 3 * index]
         end = min(first + rows, max(self.index.numel(), first))
         return slice(first, first + rows), slice(first, end)
 
     def _exponentials(self, x, weight, softcap, temperature, reference):
-        """The logits of rows; ``reference`` becomes that of each row, and ``self.exp`` its exponentials."""
+        """The logits of rows; ``reference`` becomes the reference of each row, and ``self.exp`` its
+        exponentials."""
         z = self._capped(x.float() @ weight.float().t(), softcap) / temperature
         for at in range(0, z.shape[0], TILE_ROWS):
             part = slice(at, at + TILE_ROWS)

@@ -26,7 +26,8 @@ SHAPES = {
 
 
 class Results(NamedTuple):
-    """Of all ranks: those of the rows from the first one, after a comparison; gradients of all classes."""
+    """Of all ranks: the results of the rows from the first one, after a comparison; gradients of all
+    classes."""
 
     loss: torch.Tensor
     z_loss: torch.Tensor

@@ -25,7 +25,7 @@ OBSERVED = {"metrics": ("entropy", "argmax", "token_accuracy")}
 
 
 def clusters():
-    """Pairs of blocks that run at a time; without a device, those of an H200."""
+    """Pairs of blocks that run at a time; without a device, the pairs of an H200."""
     if not torch.cuda.is_available():
         return 66
     return torch.cuda.get_device_properties().multi_processor_count // 2
@@ -167,7 +167,7 @@ def engine(generic):
 
 
 def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, bias=None, **chosen):
-    """(output, gradients in float64) by this engine, or by the generic one; the last gradient is that of a
+    """(output, gradients in float64) by this engine, or by the generic one; the last gradient belongs to a
     bias."""
     summed = chosen.get("reduction", "mean") != "none"
     if summed or not any(trained):
@@ -275,7 +275,7 @@ def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
 
 
 def uses_the_engine(step):
-    """Whether a step launches GEMMs of the engine: a plan says what should run; the profiler, what did. Skips
+    """True if a step launches GEMMs of the engine: a plan says what should run; the profiler, what did. Skips
     the test where the profiler sees no kernels."""
     step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -196,7 +196,7 @@ def test_both_rotations_of_one_attention_are_replaced():
 
 
 def test_a_rotation_that_kernels_has_made_a_module():
-    """Such a module takes any arguments; the signature of its forward is that of the function."""
+    """Such a module takes any arguments; the signature of its forward is the function's."""
 
     class Func(torch.nn.Module):
         def forward(self, *args, **kwargs):

@@ -74,7 +74,7 @@ class FixedProbe(Probe):
 
 
 class Allocator:
-    """The statistics of torch.cuda for two planned models on one device: the peak is that of both."""
+    """The statistics of torch.cuda for two planned models on one device: the peak is the peak of both."""
 
     BASE, CAPACITY = 1000, 3000
 
@@ -142,7 +142,7 @@ def test_another_planned_model_on_the_device(monkeypatch):
     monkeypatch.setattr(FixedProbe, "cost", 300)
     large, small = allocator.step_of(layer=300, others=1000), allocator.step_of(layer=300, others=50)
     needs = [(large(), small()) for _ in range(8)]
-    # The peak of the small one is that of the large one, which runs between its steps.
+    # The peak of the small one is the peak of the large one, which runs between its steps.
     assert needs[-1][0] == 2900 and max(map(max, needs)) <= allocator.CAPACITY
 
 

@@ -73,7 +73,8 @@ def test_plan_of_llama(config, most):
 
 @pytest.mark.parametrize("model_type", quick(["olmo2", "cohere"], "olmo2"))
 def test_layers_of_other_forms(model_type):
-    """The layers of OLMo 2 have no norm before attention, and those of Cohere one norm for both parts."""
+    """The layers of OLMo 2 have no norm before attention, and the layers of Cohere one norm for both
+    parts."""
     ours = saved_per_token(lambda model: liger.patch(model, recompute=True), model_type)
     assert ours < 0.8 * saved_per_token(liger.patch, model_type)
 

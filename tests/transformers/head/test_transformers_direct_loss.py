@@ -54,7 +54,7 @@ NO_DROPOUT = ("dropout", "dropout_rate", "attention_dropout", "activation_dropou
 
 
 def assert_same_step(ours, theirs):
-    """Not that of tiny_models: the gradient of a bias of keys is nothing but roundings."""
+    """Not the model of tiny_models: the gradient of a bias of keys is nothing but roundings."""
     compare_steps(*((output[0].loss.detach(), output[1]) for output in (ours, theirs)))
 
 

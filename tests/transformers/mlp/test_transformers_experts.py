@@ -113,7 +113,7 @@ def test_unpatch_copy_and_pickle(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_dtypes_and_autocast(device, dtype):
-    """The dtype of the result is that of the original, and in bfloat16 the error is no larger."""
+    """The result has the dtype of the original, and in bfloat16 the error is no larger."""
     plain = model_of("Mixtral", device, dtype)
     plain.set_experts_implementation("eager")
     module, patched = experts_of(plain)[0], experts_of(liger.patch(twin(plain)))[0]

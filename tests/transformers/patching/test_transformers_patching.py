@@ -159,7 +159,7 @@ def hook_of_the_head(register):
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_hooks_of_the_head_see_logits_and_their_gradient(register, wrapped, caplog):
-    """Also hooks of all modules, and those of PEFT's wrapper for ``modules_to_save``."""
+    """Also hooks of all modules, and hooks of PEFT's wrapper for ``modules_to_save``."""
     loss_call.warn_about_head.cache_clear()
     plain = make("llama")
     if wrapped:
@@ -268,7 +268,7 @@ def test_save_pretrained(tmp_path, family):
 
 
 def _parameters_alive():
-    # By type(): isinstance() would ask weak proxies that other tests left behind, and those of dead objects
+    # By type(): isinstance() would ask weak proxies that other tests left behind, and proxies of dead objects
     # raise.
     return sum(issubclass(type(o), nn.Parameter) for o in gc.get_objects())
 

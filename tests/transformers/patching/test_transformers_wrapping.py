@@ -23,7 +23,7 @@ MIXED = {
 
 
 def first_class(model, name):
-    """As accelerate, PEFT and the Trainer find a class: that of the first module with this name of its
+    """As accelerate, PEFT and the Trainer find a class: the class of the first module with this name of its
     class."""
     return next(type(module) for module in model.modules() if type(module).__name__ == name)
 

@@ -50,7 +50,7 @@ _SIZES = {"normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size"
 
 
 def _of_rows(name):
-    """The case of a module that has no other: its sizes are those of ``_SIZES``, all its inputs have one
+    """The case of a module that has no other: its sizes are in ``_SIZES``, all its inputs have one
     shape."""
     cls = getattr(nn, name)
     taken = inspect.signature(cls).parameters

@@ -68,7 +68,7 @@ def _ref_logps(per_token):
 
 
 def _likelihood(device, dtype):
-    """Tokens of the likelihood term that are others than those of the pair."""
+    """Tokens of the likelihood term that differ from the tokens of the pair."""
     made = _preference(False)(device, dtype)
     nll_target = torch.randint(VOCAB, (ROWS, LENGTH))
     nll_target[0, 4] = nll_target[1, 2] = nll_target[3] = IGNORED
