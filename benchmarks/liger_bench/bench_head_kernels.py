@@ -1,4 +1,4 @@
-"""The kernels of ``fused_linear_ce`` on the wgmma engine, beside the GEMMs of cuBLAS: where the time of a
+"""The kernels of ``fused_linear_ce`` on the wgmma engine, vs. the GEMMs of cuBLAS: where the time of a
 head goes.
 
     PYTHONPATH=benchmarks python -m liger_bench.bench_head_kernels --json r.json gemma-3-270m Qwen3-4B

@@ -1,5 +1,5 @@
 """The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options
-than bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads
+than bench_fused_linear_ce.py, vs. every peer that takes them; then ``fused_linear_logprobs`` and heads
 with LoRA. ``docs/performance/heads.md`` has floors and goals.
 
 The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes:

@@ -1,4 +1,4 @@
-"""Log-probabilities for reinforcement learning: logits in float32 beside a float32 head (speed) and beside
+"""Log-probabilities for reinforcement learning: logits in float32 vs. a float32 head (speed) and vs.
 logits in bfloat16 (error).
 
 The result ``ratio`` is the importance ratio of a policy with itself, ``exp(logp - exact logp)``: its relative

@@ -40,7 +40,7 @@ OPS = ("fused_linear_ce", "fused_linear_logprobs")
 ONE, SHARDED, GEMMS = "one device", "sharded", "GEMMs"
 SPEED_GOAL = 0.92
 HEAT_MS = 100
-FEWEST_ROUNDS = 3
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def measure(head, options, rounds, device, heat, seconds_left):
     samples = {name: [] for name in contestants}
     names = list(contestants)
     for index in range(rounds):
-        if index >= FEWEST_ROUNDS and seconds_left() <= 0:
+        if index >= MIN_ROUNDS and seconds_left() <= 0:
             break
         for name in names[index % 3 :] + names[: index % 3]:
             elapsed = milliseconds(contestants[name].run, device, heat)

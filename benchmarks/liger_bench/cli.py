@@ -1,6 +1,6 @@
-"""Every op beside its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
+"""Every op vs. its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
 
-Each row is measured in one process, in turns, from cold caches, beside the ceiling that the machine sets it.
+Each row is measured in one process, in turns, from cold caches, vs. the ceiling that the machine sets.
 The peers that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report
 says which of the project's targets were met. It goes to the terminal and, with the figures as JSON and a
 picture per op, to benchmarks/results.

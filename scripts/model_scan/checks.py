@@ -128,7 +128,7 @@ def bfloat16(plain, patched, model_type, class_name):
 
 
 def _bfloat16_difference(exact_model, narrow, batch):
-    """What is wrong with two bfloat16 models (plain, patched) beside a float32 one; None if all is well."""
+    """What is wrong with two bfloat16 models (plain, patched) vs. a float32 one; None if all is well."""
     errors: list[tuple[float, float]] = []
     try:
         exact_loss, exact = step(exact_model, batch)

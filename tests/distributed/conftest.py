@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 HERE = Path(__file__).parent
 # Every failure in a file costs a new set of ranks for the tests behind it.
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 _outcomes = {}
 
 
@@ -66,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem):
     if this not in _outcomes:
         of_file = [i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path]
         failed = [n for n in of_file if any(o == "failed" for o, _ in _outcomes.get(n, ()))]
-        if len(failed) >= MOST_FAILURES:
+        if len(failed) >= MAX_FAILURES:
             pytest.fail(f"not run: {len(failed)} tests of this file have failed", pytrace=False)
         left = of_file[of_file.index(this) :]
         _outcomes.update(launch.run(left, pyfuncitem.config.rootpath, world))

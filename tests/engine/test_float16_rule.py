@@ -128,7 +128,7 @@ def test_the_constants_are_those_of_the_kernels():
 
     assert constant("element.cuh", r"kSmallRange<T> \? (\d+) : 0") == float16_rule.OFFSET
     assert constant("element.cuh", r"kLargestSumExponent = (\d+)") == float16_rule.LARGEST_SUM_EXPONENT
-    assert constant("range_rows.cuh", r"kMost = (\d+)") == float16_rule.MOST_SHIFT
+    assert constant("range_rows.cuh", r"kMost = (\d+)") == float16_rule.MAX_SHIFT
     threads = constant("epilogues.cuh", r"kRowThreads = (\d+)")
     assert threads // 32 * constant("range_rows.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
     assert constant("tile.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE

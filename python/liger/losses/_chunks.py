@@ -21,7 +21,7 @@ from .._core.math.computed_rows import AllRows, row_chunks
 from .._core.op.backend import FAMILIES
 
 # permute_rows() needs memory for at least so many bytes of each row.
-_LEAST_PERMUTE_BYTES = 64
+_MIN_PERMUTE_BYTES = 64
 
 
 class Layout(NamedTuple):
@@ -241,7 +241,7 @@ class Sm90Chunks:
         # A single chunk is the whole batch in its own order.
         self._ranges = args.layout.parts if len(self.slices) > 1 else 1
         panels = -(-vocab // ENGINE.panel) + plan.panel_offset
-        permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
+        permuted = _MIN_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
         self._grad_weight = input.new_empty((panels * ENGINE.panel, hidden) if need_weight else 0)
         self._panel_workspace = input.new_empty(

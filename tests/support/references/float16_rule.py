@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-OFFSET, LARGEST_SUM_EXPONENT, MOST_SHIFT = 2, 15, 120
+OFFSET, LARGEST_SUM_EXPONENT, MAX_SHIFT = 2, 15, 120
 SAMPLES, TILE, SCALE_COLUMNS = 16, 192, 256
 MAX_ROW_SUM = 2.0**60
 # Of a probability near 1, in the bound of largest_beside_target().
@@ -75,7 +75,7 @@ def exponentials(z, target, is_element):
     chosen = (z - reference).exp().gather(1, target[:, None]).squeeze(1)
     is_element = is_element | (chosen > 0.5 * sums)
     of_element = torch.where(is_element, exponent(sums) + OFFSET - first, 0)
-    shift = torch.maximum(shifts.amax(1), of_element).clamp(0, MOST_SHIFT)
+    shift = torch.maximum(shifts.amax(1), of_element).clamp(0, MAX_SHIFT)
     stored = half(stored * 2.0 ** (shifts.repeat_interleave(TILE, 1) - shift[:, None]))
     one = 2.0 ** (OFFSET - shift)
     rows = is_element.nonzero().squeeze(1)

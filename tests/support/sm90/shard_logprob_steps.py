@@ -7,7 +7,7 @@ roundings of shard_steps.py. Kept exponentials are dense rows at the start of th
 import math
 
 import torch
-from shard_steps import MOST_DISTANCE, ReferenceSteps
+from shard_steps import MAX_DISTANCE, ReferenceSteps
 
 
 class LogProbSteps(ReferenceSteps):
@@ -56,7 +56,7 @@ class LogProbSteps(ReferenceSteps):
         """keep_shard_rows()"""
         whole, total = stats[:, source]
         distance = (whole - self.reference) + total.log()
-        far = distance > MOST_DISTANCE
+        far = distance > MAX_DISTANCE
         type(self).moved += int(far.sum())
         moved = self.reference + distance
         factor = torch.exp(self.reference - moved)
@@ -91,7 +91,7 @@ class LogProbSteps(ReferenceSteps):
         else:
             self.reference = target_logit[valid].clone()
             distance = (stats[0, source] - self.reference) + stats[1, source].log()
-            self.reference += torch.where(distance > MOST_DISTANCE, distance, 0.0)
+            self.reference += torch.where(distance > MAX_DISTANCE, distance, 0.0)
             self._exponentials(rows[valid], weight, None, temperature, self.reference)
             self.exp = self.exp.to(weight.dtype)
             of_rows = stats.new_empty(count, 4)

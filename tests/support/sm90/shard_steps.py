@@ -15,7 +15,7 @@ from liger.distributed.vocab import sm90
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
 MOST_ROW_SUM = 2.0**60
 # kMostDistance of csrc/linear_ce/sm90/shard_rows.cuh.
-MOST_DISTANCE = 40.0
+MAX_DISTANCE = 40.0
 
 
 class ReferenceSteps:
@@ -156,7 +156,7 @@ class ReferenceSteps:
         coef_exp = (coef_target + upstream * 2 * lse_square_scale * weight_of * lse) / total
         own, own_total = references[rank], totals[rank]
         factor = torch.exp(own - largest)
-        moved = (own_total != 0) & (largest - own > MOST_DISTANCE)
+        moved = (own_total != 0) & (largest - own > MAX_DISTANCE)
         type(self).moved += int(moved.sum())
         self.exp[moved] = (self.exp[moved].float() * factor[moved, None]).to(weight.dtype)
         stays = (own_total != 0) & ~moved

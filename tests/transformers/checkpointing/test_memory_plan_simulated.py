@@ -83,7 +83,7 @@ class Allocator:
         for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "mem_get_info"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
-        monkeypatch.setattr(device_memory, "LEAST_HEADROOM", 0.0)
+        monkeypatch.setattr(device_memory, "MIN_HEADROOM", 0.0)
         monkeypatch.setattr(device_memory, "CountedMemory", self.meter)
         monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
 

@@ -7,7 +7,7 @@ gradients of a larger loss.
 
 import torch
 
-_MOST = 64.0
+_MAX_FACTOR = 64.0
 
 
 def float16_factor(divisor, rows):
@@ -17,6 +17,6 @@ def float16_factor(divisor, rows):
     no smaller than 1, so that no gradient overflows that is far from it now. The rows may be a micro-batch: a
     divisor beyond their number makes gradients smaller than a mean over them does.
     """
-    most = _MOST * (divisor / max(rows, 1)).clamp(min=1.0)
+    most = _MAX_FACTOR * (divisor / max(rows, 1)).clamp(min=1.0)
     factor = torch.where((divisor > 1) & divisor.isfinite(), torch.minimum(divisor, most), 1.0)
     return torch.exp2(torch.log2(factor).floor())

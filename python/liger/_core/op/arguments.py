@@ -59,11 +59,11 @@ def _is_number(value: object) -> bool:
 
 # Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where
 # that is subnormal. All comparisons are with integers of any size, which would not always convert to a float.
-_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_MAX, _MIN_NORMAL = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def _beyond_float32(value: Any) -> str:
-    return ", in the range of float32" if _LARGEST < abs(value) < math.inf else ""
+    return ", in the range of float32" if _MAX < abs(value) < math.inf else ""
 
 
 def _beyond_normal_float32(value: Any) -> str:
@@ -95,18 +95,16 @@ FUNCTION = Rule("a function", callable)
 INTEGER = Rule("an integer", _is_integer, lambda v: -(2**63) <= v < 2**63, _beyond_int64)
 COUNT = Rule("a positive integer", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
 BYTES = Rule("a positive number of bytes", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
-FINITE = Rule("a finite value", _is_number, lambda v: -_LARGEST <= v <= _LARGEST, _beyond_float32)
-NOT_NEGATIVE = Rule(
-    "a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _LARGEST, _beyond_float32
-)
+FINITE = Rule("a finite value", _is_number, lambda v: -_MAX <= v <= _MAX, _beyond_float32)
+NOT_NEGATIVE = Rule("a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _MAX, _beyond_float32)
 POSITIVE = Rule(
-    "a positive, finite value", _is_number, lambda v: _LEAST <= v <= _LARGEST, _beyond_normal_float32
+    "a positive, finite value", _is_number, lambda v: _MIN_NORMAL <= v <= _MAX, _beyond_normal_float32
 )
 FRACTION = Rule("a value between 0 and 1", _is_number, lambda v: 0.0 <= v <= 1.0)
 DIVISOR = Rule(
     "a positive, finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or _LEAST <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or _MIN_NORMAL <= v <= _MAX,
     _beyond_normal_float32,
 )
 SIZES = Rule(
@@ -119,13 +117,13 @@ NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(
 ITEMS = Rule(
     "a finite number of at least 0 or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or 0.0 <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or 0.0 <= v <= _MAX,
     _beyond_float32,
 )
 NUMBER_OR_TENSOR = Rule(
     "a finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or -_LARGEST <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or -_MAX <= v <= _MAX,
     _beyond_float32,
 )
 ANYTHING = Rule("anything", lambda v: True)

@@ -25,7 +25,7 @@ from ..._core.op.backend import register_family
 from ..._core.op.fakes import register_fake
 
 # Lower bound of l in coef_log * l: exp(l) is 0 for a class without probability, and 0 * -inf would be NaN.
-_LEAST_LOG = -1e30
+_MIN_LOG = -1e30
 
 # --- torch backend ------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def _write_gradient(
         z = _capped(logits[block], softcap)
         grad, factor = z - reference[block], coef_exp[block].unsqueeze(1)
         if coef_log is not None:
-            factor = grad.clamp(min=_LEAST_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
+            factor = grad.clamp(min=_MIN_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
         grad.exp_().mul_(factor)
         if coef_class is not None:
             per_class = coef_class[block].unsqueeze(1)

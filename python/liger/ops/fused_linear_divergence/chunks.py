@@ -109,7 +109,7 @@ class _Logits:
 
     def _write(self, x, weight, bias, out):
         wide = accumulate_dtype(x.dtype)
-        if wide != out.dtype:  # float64 beside another dtype
+        if wide != out.dtype:  # float64 with another dtype
             return out.copy_(self._write(x, weight, bias, torch.empty_like(out, dtype=wide)))
         (write_linear if x.dtype == wide else write_wide_linear)(x, weight, bias, out)
         return out

@@ -22,7 +22,7 @@ from ..divergence.op import divergence_ce_forward_, divergence_forward_
 from ..divergence.rows import target_columns, target_logits
 
 # Lower bound of the norm of a row of logits in the cosine distance.
-_LEAST_NORM = 1e-8
+_MIN_NORM = 1e-8
 # Rows of the separate gradient of cross entropy that exist at a time.
 _CE_GRADIENT_ROWS = 64
 
@@ -210,7 +210,7 @@ def _cosine_rows(terms, rows):
     soft, hard = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
     for block in row_blocks(logits):
         z, t = logits[block].to(wide), teacher[block].to(wide)
-        norm, norm_t = (x.norm(dim=1, keepdim=True).clamp_min_(_LEAST_NORM) for x in (z, t))
+        norm, norm_t = (x.norm(dim=1, keepdim=True).clamp_min_(_MIN_NORM) for x in (z, t))
         # Not in place: the teacher's logits may be an argument of the op.
         t = t / norm_t
         cosine = (z * t).sum(1, keepdim=True) / norm

@@ -26,9 +26,9 @@ from .step import BackwardHook, Step
 _Model = TypeVar("_Model", bound=nn.Module)
 _GIB = 2**30
 # Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
-_MOST_GROWING = 16
+_MAX_GROWING = 16
 # Between the starts of two steps, in units of a layer's activations: less does not change a plan.
-_LEAST_GROWTH = 0.25
+_MIN_GROWTH = 0.25
 
 
 def checkpoint(
@@ -238,7 +238,7 @@ class Planner:
     def _has_grown(self, phase, now):
         """True if more memory is allocated than at the start of the last step of this phase."""
         growth = now - self.phase_start.get(phase, now)
-        return growth > self.plan.cost(1) * _LEAST_GROWTH
+        return growth > self.plan.cost(1) * _MIN_GROWTH
 
     def _finish(self, phase, now, retries, ooms):
         """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after
@@ -303,7 +303,7 @@ class Planner:
             step.is_measured = step.is_measured or step.forwards == 1
         kept, has_plan = before, True
         if is_longer or asked or phase not in self.settled:
-            may_grow = phase not in self.settled and self.age < _MOST_GROWING
+            may_grow = phase not in self.settled and self.age < _MAX_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
             is_measured = self.plan is not None and self.plan.is_measured(phase, before)
             kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
@@ -332,7 +332,7 @@ class Planner:
             return 0
         start = step.start if self.sees_gradients else max(self.starts)
         room = self.meter.limit - start
-        return self.plan.most(step.phase, self.longest, room, min(allowed, self.allowed))
+        return self.plan.max_kept(step.phase, self.longest, room, min(allowed, self.allowed))
 
     def _probe(self):
         """One layer of each kind counts what it saves."""

@@ -11,7 +11,7 @@ from .activation_bytes import plain_tensors
 
 # Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching
 # allocator had reserved beyond the peak of allocated memory.
-LEAST_HEADROOM, MOST_HEADROOM = 0.03, 0.08
+MIN_HEADROOM, MAX_HEADROOM = 0.03, 0.08
 
 
 def check(memory):
@@ -82,7 +82,7 @@ class CudaMemory:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             available = min(available, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
         slack = max(stats["reserved_bytes"]["all"]["peak"] - peak, 0)
-        headroom = min(max(slack, LEAST_HEADROOM * total), MOST_HEADROOM * total)
+        headroom = min(max(slack, MIN_HEADROOM * total), MAX_HEADROOM * total)
         self.limit = int(available - headroom)
         if isinstance(self.memory, int):
             self.limit = min(self.limit, self.memory)

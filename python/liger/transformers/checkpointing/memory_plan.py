@@ -133,7 +133,7 @@ class MemoryPlan:
     def _known(self, phase):
         return {**self.estimates[phase], **self.peaks[phase]}
 
-    def most(self, phase, load, room, allowed):
+    def max_kept(self, phase, load, room, allowed):
         """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none
         does.
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("liger.transformers")
 HIDDEN, CLASSES, TOKENS = 16, 20, 5
 
 # The maximum size of an artificial head's weight: 256 MiB.
-MOST_ELEMENTS = 1 << 26
+MAX_ELEMENTS = 1 << 26
 
 CHANGED = "between head and loss it changes the logits, or it computes its loss in another way"
 READS = "between head and loss it uses the logits in a way in which the loss cannot take their place"
@@ -60,7 +60,7 @@ def causal_lm(module, fused):
         return reason if fused else CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
     linear = getattr(layers[0], "base_layer", layers[0])
     found = _Trial(module, name, linear, loss, CLASSES, False).result()
-    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MOST_ELEMENTS:
+    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MAX_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.
         found = _Trial(module, name, linear, loss, linear.out_features, True).result()
     if fused:

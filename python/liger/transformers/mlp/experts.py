@@ -75,8 +75,8 @@ class ExpertsRecipe:
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
     def takes(self, module, hidden_states, top_k_index):
-        """True if the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain
-        tensors."""
+        """True if the op supports these tensors: not mixed dtypes, quantised weights, DTensors mixed with
+        plain tensors."""
         parameters, device = self.parameters(module), hidden_states.device.type
         dtypes = {p.dtype for p in parameters}
         return (

@@ -1,7 +1,7 @@
 """Recipes for gated MLPs: the forward of a patched class.
 
-The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors,
-unusual arguments.
+The original code runs for inputs that an op does not support: mixed dtypes, DTensors mixed with plain
+tensors, unusual arguments.
 """
 
 import functools
