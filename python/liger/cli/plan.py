@@ -111,10 +111,10 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
 
     Returns:
         dict with engine ("generic" or "sm90"), chunks, chunk_rows, first_chunk_rows, and bytes: logits and
-        logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs besides
-        the weight gradient), working, gradients (of hidden states and weight), peak and peak_liger. Of
-        fused_linear_logprobs: logprobs_gemms, logprobs_kept (bytes between forward and backward), and
-        logprobs_budget, with which there are three GEMMs (None: with no budget).
+        logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs in
+        addition to the weight gradient), working, gradients (of hidden states and weight), peak and
+        peak_liger. Of fused_linear_logprobs: logprobs_gemms, logprobs_kept (bytes between forward and
+        backward), and logprobs_budget, with which there are three GEMMs (None: with no budget).
 
     Raises:
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes, a LIGER_WGMMA other than 0
