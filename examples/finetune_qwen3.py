@@ -1,15 +1,16 @@
-"""Fine-tunes Qwen3 on a chat data set: LoRA or all weights, one GPU, packed conversations, evaluation, saving.
+"""Fine-tunes Qwen3 on a chat data set: LoRA or all weights, one GPU, packed conversations, evaluation,
+saving.
 
     pip install "liger-ops[transformers]" peft datasets accelerate
-    liger plan --model Qwen/Qwen3-1.7B --tokens 8192                    # bytes of a step, before a GPU is rented
+    liger plan --model Qwen/Qwen3-1.7B --tokens 8192             # bytes of a step, before a GPU is rented
     python examples/finetune_qwen3.py --output_dir out                  # LoRA on HuggingFaceH4/no_robots
     python examples/finetune_qwen3.py --output_dir out --full true --learning_rate 1e-5
     python examples/finetune_qwen3.py --output_dir out --data chats.jsonl --model my/folder
 
-A line of a JSONL file, or a row of a data set, has ``messages``: a list of {"role": ..., "content": ...} that ends with
-the assistant's answer, which is learned. Several conversations are packed into one sequence of ``--length`` tokens;
-positions start again with each, so none attends to another. The program has all arguments of
-``transformers.TrainingArguments``.
+A line of a JSONL file, or a row of a data set, has ``messages``: a list of {"role": ..., "content": ...} that
+ends with the assistant's answer, which is learned. Several conversations are packed into one sequence of
+``--length`` tokens; positions start again with each, so none attends to another. The program has all
+arguments of ``transformers.TrainingArguments``.
 """
 
 import json
@@ -83,7 +84,8 @@ def packed(examples, length):
 
 
 def collate(rows):
-    """One packed sequence; without an attention mask, transformers separates conversations by their positions."""
+    """One packed sequence; without an attention mask, transformers separates conversations by their
+    positions."""
     (row,) = rows
     batch = {name: torch.tensor([values]) for name, values in row.items()}
     # No logits in evaluation, either: 4096 tokens of Qwen3 would take 2.3 GiB in float32.

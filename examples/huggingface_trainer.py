@@ -6,8 +6,9 @@
     torchrun --nproc-per-node 2 examples/huggingface_trainer.py --deepspeed examples/zero3.json \\
         --output_dir out --use_tiled_mlp true --tiled_mlp_num_shards 4
 
-The text is the source code of Python's standard library, one token per byte, so nothing is downloaded. The script has
-all arguments of ``transformers.TrainingArguments``. docs/distributed.md describes the loss under each framework.
+The text is the source code of Python's standard library, one token per byte, so nothing is downloaded. The
+script has all arguments of ``transformers.TrainingArguments``. docs/distributed.md describes the loss under
+each framework.
 """
 
 import sysconfig

@@ -1,12 +1,14 @@
-"""Trains a model with the shape of Llama-3.2-1B on one very long sequence on one GPU, and measures four features.
+"""Trains a model with the shape of Llama-3.2-1B on one very long sequence on one GPU, and measures four
+features.
 
     python examples/long_context.py                      # 262144 tokens: 30 GiB, and more without a feature
     python examples/long_context.py --tokens 65536
     python examples/long_context.py --size tiny          # a few seconds on a CPU
 
-The features are gradient checkpointing, flash attention, the tiled MLP and the fused linear cross entropy. A training
-step is measured with all four, and without each of them, in separate processes: tokens per second and peak memory, or
-the size of the allocation that failed. Weights and tokens are random; nothing is downloaded.
+The features are gradient checkpointing, flash attention, the tiled MLP and the fused linear cross entropy. A
+training step is measured with all four, and without each of them, in separate processes: tokens per second
+and peak memory, or the size of the allocation that failed. Weights and tokens are random; nothing is
+downloaded.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Trains a small Llama on preference pairs with a TRL trainer and the losses of liger, and prints the reward margin.
+"""Trains a small Llama on preference pairs with a TRL trainer and the losses of liger, and prints the reward
+margin.
 
     python examples/preference.py
     python examples/preference.py --loss orpo --steps 100
     accelerate launch --num_processes 2 examples/preference.py
 
-Weights are random and the data is synthetic, so nothing is downloaded. A prompt lists a few words. The chosen answer
-has their number and repeats them in order; the rejected answer has a wrong number and the reverse order. The margin is
-also measured on prompts outside the training set. The run takes less than a minute on two CPU cores.
+Weights are random and the data is synthetic, so nothing is downloaded. A prompt lists a few words. The chosen
+answer has their number and repeats them in order; the rejected answer has a wrong number and the reverse
+order. The margin is also measured on prompts outside the training set. The run takes less than a minute on
+two CPU cores.
 """
 
 import argparse

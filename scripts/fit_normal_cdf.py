@@ -1,8 +1,9 @@
-"""The coefficients of ``normal_tail`` (csrc/activation/activations.cuh, triton_kernels/gated.py), and its error.
+"""The coefficients of ``normal_tail`` (csrc/activation/activations.cuh, triton_kernels/gated.py), and its
+error.
 
-``exp(x^2 / 2) * cdf(-x)`` for x >= 0 decreases like 1 / x. With t = 1 / (1 + p * x) it is t * P(t), and P is smooth on
-(0, 1]. A minimax polynomial in the relative error approximates P: iteratively reweighted least squares (Lawson's
-method). The script prints a table; the package does not import it.
+``exp(x^2 / 2) * cdf(-x)`` for x >= 0 decreases like 1 / x. With t = 1 / (1 + p * x) it is t * P(t), and P is
+smooth on (0, 1]. A minimax polynomial in the relative error approximates P: iteratively reweighted least
+squares (Lawson's method). The script prints a table; the package does not import it.
 """
 
 import math

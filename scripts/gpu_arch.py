@@ -1,4 +1,5 @@
-"""Prints the CUDA architecture to build for the first visible GPU: 80, 90a, 100a, ... Exit code 1 without a GPU."""
+"""Prints the CUDA architecture to build for the first visible GPU: 80, 90a, 100a, ... Exit code 1 without a
+GPU."""
 
 import sys
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Builds what a release publishes and checks it, on one machine:  make release-check
 
-Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The builds
-have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and release-report.md.
-docs/releasing.md says what else a release needs.
+Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The
+builds have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and
+release-report.md. docs/releasing.md says what else a release needs.
 """
 
 import argparse
@@ -150,7 +150,8 @@ def repair(wheel, folder, epoch):
 
 
 def run_tests(python, wheel, folder):
-    """A selection of tests by another interpreter, which has torch and pytest, with the wheel in a new environment."""
+    """A selection of tests by another interpreter, which has torch and pytest, with the wheel in a new
+    environment."""
     shutil.rmtree(folder, ignore_errors=True)
     found = call(
         python, "-c", "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"

@@ -1,12 +1,13 @@
-"""Runs every compiled op with small inputs under compute-sanitizer: memcheck and synccheck, or the given tools.
+"""Runs every compiled op with small inputs under compute-sanitizer: memcheck and synccheck, or the given
+tools.
 
     python scripts/sanitize.py [tools] [--each] [--work NAME ...]
 
-A NAME is an op of torch.ops.liger or a key of SIZES. --work runs the given names only; without tools, it runs them in
-this process, not under compute-sanitizer. --each runs every name in a separate process, several at a time, and lists
-those with an error. tests/support/samples/samples.py has the arguments of the ops; SIZES has larger inputs for kernels
-that the samples do not reach. Only kernels of liger are checked. Exit code: 1 if a tool reports an error, 2 if it
-cannot run.
+A NAME is an op of torch.ops.liger or a key of SIZES. --work runs the given names only; without tools, it runs
+them in this process, not under compute-sanitizer. --each runs every name in a separate process, several at a
+time, and lists those with an error. tests/support/samples/samples.py has the arguments of the ops; SIZES has
+larger inputs for kernels that the samples do not reach. Only kernels of liger are checked. Exit code: 1 if a
+tool reports an error, 2 if it cannot run.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from itertools import repeat
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# racecheck is not a default: on compute capability 9.0 it cannot run half-precision GEMMs of cuBLAS. The process ends
-# with an illegal memory access and "failed to handle a hardware exception", even without any kernel of liger. With
-# --each only "linear sizes" fails for this reason.
+# racecheck is not a default: on compute capability 9.0 it cannot run half-precision GEMMs of cuBLAS. The
+# process ends with an illegal memory access and "failed to handle a hardware exception", even without any
+# kernel of liger. With --each only "linear sizes" fails for this reason.
 DEFAULT_TOOLS = ("memcheck", "synccheck")
 TOOLS = (*DEFAULT_TOOLS, "racecheck")
 # Timeout of one tool in seconds, far above its usual time: detects kernels that do not terminate.
@@ -30,7 +31,7 @@ LIMIT = 600
 MAX_PROCESSES = 6
 
 
-# --- the work that is checked -------------------------------------------------------------------------------------
+# --- the work that is checked -------------------------------------------------------------------------------
 
 
 def run_samples(op):
@@ -281,7 +282,7 @@ def work(chosen):
     print(f"ran: {len(chosen)}")
 
 
-# --- the tools ----------------------------------------------------------------------------------------------------
+# --- the tools ----------------------------------------------------------------------------------------------
 
 
 def sanitizer():
@@ -298,7 +299,7 @@ def sanitizer():
 def command(program, tool, chosen):
     options = ["--tool", tool, "--error-exitcode", "1", "--launch-timeout", "60"]
     known = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
-    for name in ("--kernel-name", "--kernel-regex"):  # the option of newer versions, then that of older ones
+    for name in ("--kernel-name", "--kernel-regex"):  # the option of newer versions, then of older ones
         if name in known:
             options += [name, "kns=liger"]
             break
@@ -306,8 +307,10 @@ def command(program, tool, chosen):
 
 
 def check(program, tool, chosen, title):
-    """Whether one tool reports no error. With a title, the output is captured and printed only if there are errors."""
-    # Without the caching allocator every tensor is a separate allocation, so memcheck detects out-of-bounds accesses.
+    """True if one tool reports no error. With a title, the output is captured and printed only if there are
+    errors."""
+    # Without the caching allocator every tensor is a separate allocation, so memcheck detects out-of-bounds
+    # accesses.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(

@@ -1,2 +1,2 @@
-"""Makes pytest put the repository's root on sys.path instead of this folder, in which trl/ and transformers/ are not
-the packages of these names."""
+"""Makes pytest put the repository's root on sys.path instead of this folder, in which trl/ and transformers/
+are not the packages of these names."""

@@ -8,7 +8,8 @@ from itertools import combinations
 from operator import itemgetter
 from zlib import crc32
 
-# Before the first import of huggingface_hub. No test needs the hub, but importing bitsandbytes asks it for a kernel.
+# Before the first import of huggingface_hub. No test needs the hub, but importing bitsandbytes asks it for a
+# kernel.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -20,8 +21,8 @@ from liger._core.runtime.build_info import build_info
 from liger._core.runtime.environment import triton_interpreted
 
 GPU = torch.cuda.is_available()
-# Workers of pytest-xdist share the cores: where each has threads for all of them, tests that compute on the CPU take
-# several times as long.
+# Workers of pytest-xdist share the cores: where each has threads for all of them, tests that compute on the
+# CPU take several times as long.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(max(torch.get_num_threads() // WORKERS, 1))
@@ -44,7 +45,8 @@ def backends_restored():
 
 @pytest.fixture(params=_runnable(), ids=lambda pair: "-".join(pair))
 def device(request):
-    """A device with one backend forced for every op; test functions that take it run once per runnable backend."""
+    """A device with one backend forced for every op; test functions that take it run once per runnable
+    backend."""
     backend, name = request.param
     with liger.use_backend(backend):
         yield torch.device(name)
@@ -64,7 +66,8 @@ def float64_device():
 
 @pytest.fixture
 def sm90():
-    """The device, with the engine of compute capability 9.0 in use; where it cannot run, the test is skipped."""
+    """The device, with the engine of compute capability 9.0 in use; where it cannot run, the test is
+    skipped."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a device of compute capability 9.0")
     if "90a" not in build_info()["cuda_archs"]:
@@ -81,7 +84,8 @@ def _seed():
 
 
 def covering(items, strength):
-    """Of the tests of one function, some in which each ``strength`` values of as many of its parameters meet."""
+    """Of the tests of one function, some in which each ``strength`` values of as many of its parameters
+    meet."""
     meetings = {}
     for item in items:
         # By identity: stacked parameters share their values, which need not be hashable.
@@ -92,7 +96,8 @@ def covering(items, strength):
         ]
         meetings[item] = set(combinations(values, strength))
     left, found = set().union(*meetings.values()), set()
-    # By their names, so that a test added elsewhere does not change the choice; those with the most new meetings first.
+    # By their names, so that a test added elsewhere does not change the choice; those with the most new
+    # meetings first.
     ordered = sorted(items, key=lambda item: crc32(item.nodeid.encode()))
     for fewest in range(len(meetings[items[0]]), 0, -1):
         for item in ordered:
@@ -122,10 +127,11 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     variants = slow_variants(items)
-    # Markers, not keywords: those include the names of folders, and tests/packaging has tests without that marker.
+    # Markers, not keywords: those include the names of folders, and tests/packaging has tests without that
+    # marker.
     for item in items:
-        # Triton's interpreter takes its time: without the slow tests there is about every fourth, chosen by its name,
-        # of those that have no selection of their own.
+        # Triton's interpreter takes its time: without the slow tests there is about every fourth, chosen by
+        # its name, of those that have no selection of their own.
         left_out = (
             triton_interpreted()
             and crc32(item.nodeid.encode()) % 4

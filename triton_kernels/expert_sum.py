@@ -39,7 +39,7 @@ def expert_sum_kernel(
 
 
 def takes(weights):
-    """Whether the routing weights have a dtype of the kernel; None is no weights."""
+    """True if the routing weights have a dtype of the kernel; None is no weights."""
     return weights is None or weights.dtype in _DTYPES
 
 

@@ -27,7 +27,7 @@ def load_float(rows_ptr, cols, mask):
     return tl.load(rows_ptr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-# Of rms_norm and rms_norm_gated, whose casting modes they follow.
+# The helpers below follow the casting modes of rms_norm and rms_norm_gated.
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def relu_squared_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
-def _run(op, x, grad_y=None):
+def _launch(op, x, grad_y=None):
     require_dtype(op, "x", x)
     out = torch.empty_like(x)
     if x.numel() == 0:
@@ -48,8 +48,8 @@ def _run(op, x, grad_y=None):
 
 
 def relu_squared(x):
-    return _run("relu_squared", x)
+    return _launch("relu_squared", x)
 
 
 def relu_squared_backward(grad_y, x):
-    return _run("relu_squared_backward", x, grad_y)
+    return _launch("relu_squared_backward", x, grad_y)

@@ -1,7 +1,8 @@
-"""The experiments of docs/lab/experiments.md: ``python -m experiments E3 --minutes 8 --out DIR`` in benchmarks/.
+"""The experiments of docs/lab/experiments.md: ``python -m experiments E3 --minutes 8 --out DIR`` in
+benchmarks/.
 
-An experiment is a module below with an ``EXPERIMENT``: its cells, the function that measures one of them, a table and
-pictures. Cells run in processes of their own (driver.py, process.py) and build on liger_bench.
+An experiment is a module below with an ``EXPERIMENT``: its cells, the function that measures one of them, a
+table and pictures. Cells run in processes of their own (driver.py, process.py) and build on liger_bench.
 """
 
 import importlib

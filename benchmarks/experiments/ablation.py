@@ -1,4 +1,5 @@
-"""E5: the parts of ``liger.patch`` alone, together, and all but one: time and peak memory of a training step."""
+"""E5: the parts of ``liger.patch`` alone, together, and all but one: time and peak memory of a training
+step."""
 
 import itertools
 
@@ -6,7 +7,8 @@ from . import pictures, tables, training
 from .cells import Cell, Experiment
 from .results import cells_of, ordered
 
-# Part -> options of liger.patch. The order is that of the stacked bars: each part is added to those before it.
+# Part -> options of liger.patch. The order is the order of the stacked bars: each part is added to those
+# before it.
 PARTS = {
     "fused loss": ("fused_linear_cross_entropy",),
     "SwiGLU": ("swiglu",),

@@ -39,7 +39,8 @@ def quantise(model, device):
 
 
 def galore(parameters, named):
-    """Adam in projections of the gradients of query and output projections: one SVD each at the first step."""
+    """Adam in projections of the gradients of query and output projections: one SVD each at the first
+    step."""
     low_rank = [p for name, p in named if "q_proj" in name or "o_proj" in name]
     chosen = {id(p) for p in low_rank}
     others = [p for p in parameters if id(p) not in chosen]

@@ -10,9 +10,10 @@ from pathlib import Path
 class Cell:
     """One method at one size, measured in a process of its own.
 
-    Cells of one ``ladder`` (default: of one method) need more memory the larger ``order`` is: after an out-of-memory
-    error or a timeout the larger ones are not tried. ``needs`` names modules that must be importable. On a GPU machine
-    ``gpus`` processes share a cell with more than one. ``seconds`` is its time limit.
+    Cells of one ``ladder`` (default: of one method) need more memory the larger ``order`` is: after an
+    out-of-memory error or a timeout the larger ones are not tried. ``needs`` names modules that must be
+    importable. On a GPU machine ``gpus`` processes share a cell with more than one. ``seconds`` is its time
+    limit.
     """
 
     method: str
@@ -32,7 +33,7 @@ class Cell:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def follows(self, other):
-        """Whether this cell needs more memory and time than ``other``."""
+        """True if this cell needs more memory and time than ``other``."""
         same = (self.ladder or self.method) == (other.ladder or other.method)
         return same and self.order > other.order
 
@@ -52,9 +53,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Experiment:
-    """``cells(tiny)`` in the order in which they are measured; ``measure(cell, machine)`` returns a record for JSON.
+    """``cells(tiny)`` in the order in which they are measured; ``measure(cell, machine)`` returns a record
+    for JSON.
 
-    ``table(result)`` returns Markdown, ``draw(result)`` {suffix: figure}; a result is the content of the JSON file.
+    ``table(result)`` returns Markdown, ``draw(result)`` {suffix: figure}; a result is the content of the JSON
+    file.
     """
 
     name: str

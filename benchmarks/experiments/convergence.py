@@ -1,8 +1,8 @@
 """E7: loss curves of training on real text from the same weights: unpatched, liger-kernel, liger.
 
-A further unpatched run starts from weights that differ by one rounding each: the yardstick of what rounding does. With
-class weights the loss is that of one step over all of its micro-batches: the sum of weighted losses, divided by the sum
-of the weights of all targets.
+A further unpatched run starts from weights that differ by one rounding each: the yardstick of what rounding
+does. With class weights the loss is computed as in one step over all of its micro-batches: the sum of
+weighted losses, divided by the sum of the weights of all targets.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def make_model(given, machine):
     return model.to(getattr(torch, given["dtype"])).train()
 
 
-# --- losses with class weights ----------------------------------------------------------------------------------
+# --- losses with class weights ------------------------------------------------------------------------------
 
 
 def _plain(hidden, weight, target, class_weight, denominator):
@@ -99,7 +99,8 @@ WEIGHTED = {"liger": _liger, "liger-kernel": _liger_kernel}
 
 
 def weighted_step(model, tokens, class_weight, head_loss):
-    """The loss of a step over micro-batches, with gradients: sum of weighted losses over the sum of weights."""
+    """The loss of a step over micro-batches, with gradients: sum of weighted losses over the sum of
+    weights."""
     denominator = class_weight[tokens[:, 1:]].sum()
     total = torch.zeros((), device=tokens.device)
     for part in tokens.chunk(MICRO_BATCHES):
@@ -110,7 +111,7 @@ def weighted_step(model, tokens, class_weight, head_loss):
     return total
 
 
-# --- a run --------------------------------------------------------------------------------------------------------
+# --- a run --------------------------------------------------------------------------------------------------
 
 
 def measure(cell, machine):
@@ -145,11 +146,11 @@ def measure(cell, machine):
     return {"losses": torch.stack(losses).float().tolist()}
 
 
-# --- report -------------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 
 def gaps(result):
-    """{size: {method: (mean, largest) difference of its losses from those of the unpatched model}}"""
+    """{size: {method: (mean, largest) difference of its losses from the unpatched model's}}"""
     found = {}
     for size in ordered(result, "size"):
         curves = {c["method"]: c["losses"] for c in cells_of(result, size=size) if c["status"] == "ok"}

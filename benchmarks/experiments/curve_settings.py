@@ -1,7 +1,8 @@
-"""The settings of liger whose loss curves E13 compares: how each prepares a model and makes its training steps.
+"""The settings of liger whose loss curves E13 compares: how each prepares a model and makes its training
+steps.
 
-The steps of a setting are ``steps(model, batches, machine)``, which trains the model on every batch and returns the
-losses.
+The steps of a setting are ``steps(model, batches, machine)``, which trains the model on every batch and
+returns the losses.
 """
 
 import functools
@@ -55,7 +56,8 @@ def full_checkpointing(model, batches, machine):
 
 
 def _full_peak(step, batches):
-    """Losses and peak bytes of the second of two steps: the first one allocates the states of the optimizer."""
+    """Losses and peak bytes of the second of two steps: the first one allocates the states of the
+    optimizer."""
     losses = [step(batches[0])]
     torch.cuda.reset_peak_memory_stats()
     losses.append(step(batches[1]))
@@ -122,7 +124,7 @@ def captured(model, batches, machine):
 
 
 def fsdp2(model, batches, machine):
-    """Each rank has its part of every batch; the losses are those of the whole batch."""
+    """Each rank has its part of every batch; the losses are over the whole batch."""
     sharded_training.start(machine)
     on_ranks.shard(model, machine.device)
     step = training_step(model, optimizer_of(model.parameters()))

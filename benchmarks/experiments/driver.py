@@ -1,7 +1,7 @@
 """Fills the missing cells of result files, each cell in a process of its own, within a time limit.
 
-A cell that runs out of memory, fails, or takes too long is a result like any other. A cell that the limit of the whole
-run cuts off is not: the next run measures it.
+A cell that runs out of memory, fails, or takes too long is a result like any other. A cell that the limit of
+the whole run cuts off is not: the next run measures it.
 """
 
 import time
@@ -23,7 +23,8 @@ POLL = 0.05
 
 @dataclass
 class Run:
-    """Options of a run. ``only`` and ``sizes`` select cells by name; ``retry`` measures failed cells again."""
+    """Options of a run. ``only`` and ``sizes`` select cells by name; ``retry`` measures failed cells
+    again."""
 
     folder: Path
     cache: Path
@@ -73,7 +74,8 @@ def without_measuring(result, cell, known):
 
 
 def expected_seconds(result, cell, every):
-    """How long a cell will take: as long as the largest smaller one of its ladder, in proportion to the size."""
+    """How long a cell will take: as long as the largest smaller one of its ladder, in proportion to the
+    size."""
     known = [
         (other.order, record["seconds"])
         for other in every

@@ -1,4 +1,4 @@
-"""Starts the process of a cell, or those of its ranks: forked where that is safe, and else anew."""
+"""Starts the process of a cell, or the processes of its ranks: forked where that is safe, and else anew."""
 
 import contextlib
 import os
@@ -26,7 +26,8 @@ def _rank(environment, arguments):
 
 
 def _ranks(count, arguments):
-    """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit code."""
+    """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit
+    code."""
     with rendezvous(count) as environments:
         ranks = [FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
         for rank in ranks:
@@ -49,7 +50,7 @@ class Forked:
 
     Args:
         cell: a Cell.
-        arguments: those of ``process.run``.
+        arguments: as for ``process.run``.
         log: path of a file for what the processes print.
         variables: of the environment, to be changed.
     """
@@ -114,8 +115,8 @@ def _visible(gpu):
 
 
 def start(name, cell, record, log, *, tiny, cache, with_facts, fork, gpu):
-    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no other, because
-    the Trainer would spread a model over all that it sees."""
+    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no
+    other, because the Trainer would spread a model over all that it sees."""
     variables = _visible(gpu) if cell.gpus == 1 else {}
     if fork:
         return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log, variables)

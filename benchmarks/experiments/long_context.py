@@ -1,4 +1,5 @@
-"""E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that fits."""
+"""E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that
+fits."""
 
 from dataclasses import replace
 from functools import partial

@@ -32,12 +32,13 @@ class Measurement:
         )  # fmt: skip
 
     def wait(self, seconds):
-        """Whether the cell is measured, or its time is over, after so many seconds at most."""
+        """True if the cell is measured, or its time is over, after so many seconds at most."""
         rest = min(self.cell.seconds, self._left) - (time.monotonic() - self._begin)
         return self._child.wait(max(min(seconds, rest), 0)) is not None or rest <= 0
 
     def end(self):
-        """The record, with its date and the seconds that it took; None if the time limit of the run has cut it off."""
+        """The record, with its date and the seconds that it took; None if the time limit of the run has cut
+        it off."""
         try:
             code = self._child.wait(0)
             launch.end(self._child)

@@ -1,8 +1,9 @@
 """Memory of training steps over time, by category: every allocation and release, from torch's own records.
 
-On a GPU they come from ``torch.cuda.memory._record_memory_history``, on a CPU from the profiler. A tensor that becomes
-the gradient of a parameter counts as one from its allocation. Other allocations belong to the phase that they are made
-in: those between the end of the decoder layers' forward and the start of their backward to the lm_head and its loss.
+On a GPU they come from ``torch.cuda.memory._record_memory_history``, on a CPU from the profiler. A tensor
+that becomes the gradient of a parameter counts as one from its allocation. Other allocations belong to the
+phase that they are made in: those between the end of the decoder layers' forward and the start of their
+backward to the lm_head and its loss.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _CudaHistory:
 def event_index(events, allocations, releases):
     """The index of the event after so many allocations and releases.
 
-    A release whose memory another stream still uses completes later, so the index is between the last of these
-    allocations and the next one.
+    A release whose memory another stream still uses completes later, so the index is between the last of
+    these allocations and the next one.
     """
     places = [index for index, event in enumerate(events) if event[0] > 0]
     least = places[allocations - 1] + 1 if allocations else 0
@@ -118,15 +119,16 @@ def record_steps(model, call, optimizer, batches, device):
     """Runs one training step per batch and returns their memory over time.
 
     Args:
-        model: the causal LM; its gradients are None, and its optimizer has states, or they are counted as they appear.
+        model: the causal LM; its gradients are None, and its optimizer has states, or they are counted as
+            they appear.
         call: the model, or what stands for it, such as its compiled form.
         optimizer: of the parameters of the model.
         batches: token ids, one tensor (batch, sequence) per step.
         device: "cuda" or "cpu".
 
     Returns:
-        dict with "bytes" ({category: [bytes]}, up to 600 points, with the peak and the end), "phases" ([name, point])
-        and "peak" (bytes of all categories at the peak).
+        dict with "bytes" ({category: [bytes]}, up to 600 points, with the peak and the end), "phases" ([name,
+        point]) and "peak" (bytes of all categories at the peak).
     """
     history = _CudaHistory() if device == "cuda" else _CpuHistory()
     gradients: list[list[int]] = []
@@ -237,7 +239,7 @@ def _allocations_at(events, indexes, addresses):
     return found
 
 
-# --- picture ------------------------------------------------------------------------------------------------------
+# --- picture ------------------------------------------------------------------------------------------------
 
 COLORS = {
     "weights": "#555555", "optimizer states": "#999999", "other": "#cccccc", "gradients": "#E69F00",
@@ -246,7 +248,8 @@ COLORS = {
 
 
 def ticks(phases, width):
-    """{point: label} of [name, point] pairs; phases too close for labels of their own share that of the first."""
+    """{point: label} of [name, point] pairs; phases too close for labels of their own share the label of the
+    first."""
     marks: dict[int, str] = {}
     for name, point in phases:
         first = max(marks, default=-width)

@@ -58,7 +58,8 @@ def _short(record):
 
 
 def best(row, prefix):
-    """Of the measured providers whose name begins so, the one with least memory among the fastest; None without any.
+    """Of the measured providers whose name begins so, the one with least memory among the fastest; None
+    without any.
 
     Some ops have a second form that overwrites its inputs, as fast as the first within the noise.
     """
@@ -100,7 +101,8 @@ def table(result):
 
 
 def behind(rows):
-    """The other methods that are faster or need less memory than liger, in how many rows, and by how much at most."""
+    """The other methods that are faster or need less memory than liger, in how many rows, and by how much at
+    most."""
     found = []
     for label, prefix in SHOWN.items():
         pairs = [

@@ -133,8 +133,8 @@ def training_lines(result, label):
 
 
 def stacked_bars(groups, title, label, note=""):
-    """``groups``: {name of a bar: {part: height}}; parts have the same colour in all bars. Negative parts are drawn
-    below zero."""
+    """``groups``: {name of a bar: {part: height}}; parts have the same colour in all bars. Negative parts are
+    drawn below zero."""
     made, axes = figure(4.6, title=title, source=note, width=max(6.0, 1.2 * len(groups) + 3))
     panel = axes[0][0]
     parts = list(dict.fromkeys(part for bars in groups.values() for part in bars))

@@ -1,4 +1,5 @@
-"""E12: post-training losses over batch sizes, DPO and ORPO through TRL, training steps under FSDP2 on two GPUs."""
+"""E12: post-training losses over batch sizes, DPO and ORPO through TRL, training steps under FSDP2 on two
+GPUs."""
 
 from liger_bench import bench_preference
 from liger_bench import measure as bench
@@ -85,7 +86,7 @@ def _loss(cell, machine):
     }
 
 
-# --- report -------------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 
 def parts(result):

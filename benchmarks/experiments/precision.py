@@ -1,4 +1,5 @@
-"""E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and states."""
+"""E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and
+states."""
 
 from dataclasses import replace
 from functools import partial

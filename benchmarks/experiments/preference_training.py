@@ -1,7 +1,7 @@
 """DPO and ORPO training through TRL: TRL alone, with liger-kernel's layers, with liger.
 
-Words of the dataset are tokens of the text: a prompt, the text that follows as the chosen answer, and text from another
-place as the rejected one.
+Words of the dataset are tokens of the text: a prompt, the text that follows as the chosen answer, and text
+from another place as the rejected one.
 """
 
 import importlib
@@ -31,7 +31,8 @@ def tokenizer(vocabulary):
 
 
 def pairs(machine, vocabulary, count, length):
-    """A dataset of ``count`` pairs whose sequences have ``length`` tokens with those that the trainer adds."""
+    """A dataset of ``count`` pairs whose sequences have ``length`` tokens with those that the trainer
+    adds."""
     from datasets import Dataset
 
     windows = text.batches(machine, vocabulary, 2, count, length - 2).tolist()
@@ -71,7 +72,8 @@ def make_trainer(cell, machine, folder, model, reference, data, vocabulary):
 
 
 def stopwatch(machine):
-    """A callback of the trainer with the milliseconds of every step; peak memory counts from the second step on."""
+    """A callback of the trainer with the milliseconds of every step; peak memory counts from the second step
+    on."""
     from transformers import TrainerCallback
 
     class Stopwatch(TrainerCallback):

@@ -32,7 +32,7 @@ def _text(result):
 
 
 def write(folder, name, tiny=False):
-    """Writes NAME.md and the pictures of an experiment beside its JSON file; returns their paths."""
+    """Writes NAME.md and the pictures of an experiment next to its JSON file; returns their paths."""
     source = results.path_of(folder, name, tiny)
     if not source.is_file():
         return []

@@ -1,9 +1,10 @@
 """E13: loss curves of 100 steps in every setting of liger, from the same weights on the same text.
 
-The reference is the unpatched model in float32, from the same bfloat16 weights. Two yardsticks say what rounding does:
-the distance of the unpatched bfloat16 run from that reference, and the difference of an unpatched run whose weights
-differ by one rounding each. A curve agrees if its mean distance from the reference is at most ``FACTOR`` times that of
-the unpatched run, and if no step differs from the unpatched run by more than ``liger demo`` allows.
+The reference is the unpatched model in float32, from the same bfloat16 weights. Two yardsticks say what
+rounding does: the distance of the unpatched bfloat16 run from that reference, and the difference of an
+unpatched run whose weights differ by one rounding each. A curve agrees if its mean distance from the
+reference is at most ``FACTOR`` times the distance of the unpatched run, and if no step differs from the
+unpatched run by more than ``liger demo`` allows.
 """
 
 import contextlib
@@ -96,7 +97,7 @@ def measure(cell, machine):
     return record
 
 
-# --- report -------------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 
 def _apart(one, other):
@@ -110,9 +111,9 @@ def _mean(values):
 def verdicts(curves):
     """{method: dict} of the losses of one size.
 
-    ``distance`` is the mean distance from the float32 run, ``ratio`` that distance in units of the unpatched run's;
-    ``largest`` is the largest difference from the unpatched run, ``allowed`` its limit. All but the first are None
-    without the runs that they compare with; ``agrees`` then is None, too.
+    ``distance`` is the mean distance from the float32 run, ``ratio`` that distance in units of the unpatched
+    run's; ``largest`` is the largest difference from the unpatched run, ``allowed`` its limit. All but the
+    first are None without the runs that they compare with; ``agrees`` then is None, too.
     """
     reference, plain, nudged = (curves.get(name) for name in (REFERENCE, UNPATCHED, NUDGED))
     if reference is None:
@@ -137,7 +138,8 @@ def verdicts(curves):
 
 
 def curves_of(result, size):
-    """{method: losses} of the cells that have read the same text as the newest one; others cannot be compared."""
+    """{method: losses} of the cells that have read the same text as the newest one; others cannot be
+    compared."""
     found = [c for c in cells_of(result, size=size) if c["status"] == "ok"]
     text_read = max(found, key=lambda c: c.get("date", ""), default={}).get("text")
     return {c["method"]: c["losses"] for c in found if c.get("text") == text_read}

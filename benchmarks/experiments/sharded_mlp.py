@@ -1,4 +1,5 @@
-"""E11: one gated MLP under FSDP2 and ZeRO-3 at seven lengths, whole and tiled, by liger_bench.bench_sharded_mlp."""
+"""E11: one gated MLP under FSDP2 and ZeRO-3 at seven lengths, whole and tiled, by
+liger_bench.bench_sharded_mlp."""
 
 from liger_bench import bench_sharded_mlp as bench
 
@@ -46,7 +47,8 @@ def _text(one, regular):
 
 
 def table(result):
-    """One row per framework and length, one column per contestant: time, peak, and both relative to the regular MLP."""
+    """One row per framework and length, one column per contestant: time, peak, and both relative to the
+    regular MLP."""
     cells = sorted(result["cells"].values(), key=lambda c: (c["method"], c["order"]))
     names = list(dict.fromkeys(n for c in cells for n in c.get("contestants", ())))
     rows = []

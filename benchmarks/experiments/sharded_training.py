@@ -31,7 +31,8 @@ def largest(values, machine):
 
 
 def timed_steps(step, batches, machine, steps=training.STEPS):
-    """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest rank."""
+    """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
+    rank."""
     losses, times = [step(batches[0]) for _ in range(training.WARM_UP)], []
     if machine.gpu:
         torch.cuda.synchronize()
@@ -67,7 +68,8 @@ def fsdp2(made, machine):
 
 
 def zero3(made, machine, batch, offload=False):
-    """The step of a Training under ZeRO-3 of DeepSpeed; ``offload`` moves weights and optimizer states to the host."""
+    """The step of a Training under ZeRO-3 of DeepSpeed; ``offload`` moves weights and optimizer states to the
+    host."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.gpu else "cpu")
     import deepspeed
 
@@ -99,7 +101,8 @@ def zero3(made, machine, batch, offload=False):
 
 
 def measure(cell, machine, entered=None, size=None, shard=fsdp2):
-    """As training.measure, sharded over the ranks by ``shard(made, machine)``; batch and sequence are of each rank."""
+    """As training.measure, sharded over the ranks by ``shard(made, machine)``; batch and sequence are of each
+    rank."""
     given = cell.settings
     start(machine)
     size = size or training.size_of(given.get("model", "1b"), machine)

@@ -1,4 +1,5 @@
-"""E6: the memory of two training steps over time, by category; and what ``liger plan`` predicts of the lm_head."""
+"""E6: the memory of two training steps over time, by category; and what ``liger plan`` predicts of the
+lm_head."""
 
 from liger.cli.plan import SM90, head_memory
 

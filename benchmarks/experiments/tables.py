@@ -48,7 +48,7 @@ def by_method(result, text, methods=None, label="size"):
 
 
 def differs(cell, reference):
-    """Whether the first loss differs from that of the unpatched model by more than rounding explains."""
+    """True if the first loss differs from the unpatched model's by more than rounding explains."""
     if reference is None or reference is cell:
         return False
     return not abs(cell["first_loss"] / reference["first_loss"] - 1) <= SAME_LOSS
@@ -60,7 +60,8 @@ def speed_and_memory(cell, reference):
 
 
 def behind(result):
-    """One line: every size where another method has more tokens per second, or less memory, than the best of liger.
+    """One line: every size where another method has more tokens per second, or less memory, than the best of
+    liger.
 
     Differences below 1 % are not counted.
     """

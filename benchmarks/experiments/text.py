@@ -1,4 +1,5 @@
-"""Real text without a network: the sources of Python's standard library, with the tokenizer of ``liger demo``.
+"""Real text without a network: the sources of Python's standard library, with the tokenizer of
+``liger demo``.
 
 Tokens are kept in a cache folder, because training the tokenizer takes longer than most cells.
 """

@@ -67,7 +67,8 @@ def cells(methods, shapes, order, seconds=150.0, **settings):
 
 
 def cells_of_kinds(methods, needs, tiny):
-    """Cells of every method for each kind of training, whose packages ``needs`` has by name, at 4 x 1024 tokens."""
+    """Cells of every method for each kind of training, whose packages ``needs`` has by name, at 4 x 1024
+    tokens."""
     batch, sequence = (2, 16) if tiny else (4, 1024)
     return [
         Cell(
@@ -94,7 +95,8 @@ class Training(model_trainee.Trainee):
             raise ImportError(self.failure[1])
 
     def measured(self, batches, steps=STEPS):
-        """The record of some steps after a warm-up, of fewer where they are slow. ``losses`` are of all steps."""
+        """The record of some steps after a warm-up, of fewer where they are slow. ``losses`` are of all
+        steps."""
         losses = []
         step = self.step
         if self.machine.gpu:
@@ -139,7 +141,8 @@ def size_of(model, machine):
 
 
 def measure(cell, machine, entered=None, size=None):
-    """Training steps of the model, batch and sequence of the cell's settings, or of a model of another size."""
+    """Training steps of the model, batch and sequence of the cell's settings, or of a model of another
+    size."""
     given = cell.settings
     size = size or size_of(given.get("model", "1b"), machine)
     training = Training(entered or contestant(cell.method, machine), size, machine)

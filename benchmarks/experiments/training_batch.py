@@ -1,4 +1,5 @@
-"""E3: training steps of Llama-3.2-1B's shape at 1024 tokens per sequence, over batch sizes to out of memory."""
+"""E3: training steps of Llama-3.2-1B's shape at 1024 tokens per sequence, over batch sizes to out of
+memory."""
 
 from functools import partial
 

@@ -1,4 +1,5 @@
-"""Cross entropy of logits: forward with the tensors that the backward needs, and forward and backward together."""
+"""Cross entropy of logits: forward with the tensors that the backward needs, and forward and backward
+together."""
 
 import torch.nn.functional as F
 
@@ -60,8 +61,8 @@ def _candidates(options):
 
 
 WORKS = works(("loss",), (), ("logits",))
-# Memory traffic in tensors of the size of the logits; forward and backward together read them once. liger-kernel
-# computes the gradient in its forward, so only both together are compared.
+# Memory traffic in tensors of the size of the logits; forward and backward together read them once.
+# liger-kernel computes the gradient in its forward, so only both together are compared.
 TENSORS = {"forward": 1, "backward": 2, "forward and backward": 2}
 
 

@@ -1,7 +1,7 @@
-"""The gated experts of a mixture: forward, backward, both, beside transformers and liger-kernel.
+"""The gated experts of a mixture: forward, backward, both, vs. transformers and liger-kernel.
 
-The ceiling is dense: as many rows through one expert, by cuBLAS GEMMs alone. Shapes are those of Mixtral 8x7B, Qwen3
-30B-A3B and gpt-oss 20B.
+The ceiling is dense: as many rows through one expert, by cuBLAS GEMMs alone. Shapes are from Mixtral
+8x7B, Qwen3 30B-A3B and gpt-oss 20B.
 """
 
 from dataclasses import dataclass

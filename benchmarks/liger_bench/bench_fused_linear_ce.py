@@ -53,8 +53,8 @@ def _ours(t, **how):
 
 
 def _liger_kernel(t, accum_dtype):
-    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-    # return_z_loss, accum_dtype
+    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+    # softcap, return_z_loss, accum_dtype
     return peer("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction").apply(
         t["input"], t["weight"], t["target"], None, None, -100, 0.0, 0.0, "mean", None, False, accum_dtype
     )[0]
@@ -85,8 +85,8 @@ def liger_kernel_logits_bytes(tokens, hidden, vocabulary, element_size=2):
 
 
 def _small(options, tokens, hidden, vocabulary):
-    """liger with small memory budgets: 128 MiB in addition to the gradients and, unless that is about the same, the
-    memory of liger-kernel."""
+    """liger with small memory budgets: 128 MiB in addition to the gradients and, unless that is about the
+    same, the memory of liger-kernel."""
     low = {"accum_dtype": options.dtype}
     same = liger_kernel_logits_bytes(tokens, hidden, vocabulary)
     made = ours(options, lambda t: _ours(t, **low, memory_budget=SMALL_BUDGET), SMALL)
@@ -120,8 +120,8 @@ def _candidates(options, tokens, hidden, vocabulary, ignored):
 
 
 def three_gemms(valid_only=False, multiple=1):
-    """The GEMMs of logits and both gradients by cuBLAS, into preallocated memory: for all tokens, or for as many as
-    are valid; for all classes, or the largest multiple of so many."""
+    """The GEMMs of logits and both gradients by cuBLAS, into preallocated memory: for all tokens, or for as
+    many as are valid; for all classes, or the largest multiple of so many."""
 
     def make(inputs):
         x, weight = inputs["input"], inputs["weight"]

@@ -1,11 +1,13 @@
-"""The kernels of ``fused_linear_ce`` on the wgmma engine, beside the GEMMs of cuBLAS: where the time of a head goes.
+"""The kernels of ``fused_linear_ce`` on the wgmma engine, vs. the GEMMs of cuBLAS: where the time of a
+head goes.
 
     PYTHONPATH=benchmarks python -m liger_bench.bench_head_kernels --json r.json gemma-3-270m Qwen3-4B
 
-For the plain heads of bench_heads.py: the device time of each of the three GEMMs with its epilogue and of all other
-kernels together, in a forward and backward, by torch.profiler; and each GEMM by cuBLAS alone, of as many rows as 4 GiB
-of logits have, scaled to all rows. Rounds alternate between the two. A GEMM alone has a higher clock rate than in the
-sum of three, which runs at the power limit: its time here is 5 to 7 % shorter than in ``benchmarks/run.py --heads``.
+For the plain heads of bench_heads.py: the device time of each of the three GEMMs with its epilogue and of all
+other kernels together, in a forward and backward, by torch.profiler; and each GEMM by cuBLAS alone, of as
+many rows as 4 GiB of logits have, scaled to all rows. Rounds alternate between the two. A GEMM alone has a
+higher clock rate than in the sum of three, which runs at the power limit: its time here is 5 to 7 % shorter
+than in ``benchmarks/run.py --heads``.
 """
 
 import argparse
@@ -91,7 +93,7 @@ def measure(head, options, rounds):
 
 
 def markdown(records):
-    """GEMMs with their epilogues relative to those of cuBLAS, and the share of all other kernels."""
+    """GEMMs with their epilogues relative to cuBLAS, and the share of all other kernels."""
     lines = ["| head | logits | dX | dW | other kernels |", "|---|---|---|---|---|"]
     for record in records:
         ours, theirs = record["liger"], record["cublas"]
@@ -101,8 +103,8 @@ def markdown(records):
 
 
 def chosen(words):
-    """The plain heads in bfloat16 whose names have one of the words; all of them without words. Without the unaligned
-    vocabulary, for which cuBLAS takes several times as long."""
+    """The plain heads in bfloat16 whose names have one of the words; all of them without words. Without the
+    unaligned vocabulary, for which cuBLAS takes several times as long."""
     plain = [
         h for h in HEADS if h.plain and h.dtype is None and h.memory_budget is None and h.vocabulary % 8 == 0
     ]

@@ -1,9 +1,9 @@
-"""The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options than
-bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads with LoRA.
-``docs/lab/heads.md`` has floors and goals.
+"""The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options
+than bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads
+with LoRA. ``docs/lab/heads.md`` has floors and goals.
 
-The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes: cuBLAS takes
-several times as long for rows that are not aligned.
+The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes:
+cuBLAS takes several times as long for rows that are not aligned.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Head:
     tokens: int
     hidden: int
     vocabulary: int
-    dtype: torch.dtype | None = None  # None: that of the run
+    dtype: torch.dtype | None = None  # None: the dtype of the run
     bias: bool = False
     softcap: float | None = None
     label_smoothing: float = 0.0
@@ -140,8 +140,8 @@ def _ours(head):
 
 
 def _liger_kernel(head, accum_dtype):
-    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-    # return_z_loss, accum_dtype
+    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+    # softcap, return_z_loss, accum_dtype
     options = None, -100, 0.0, head.label_smoothing, "mean", head.softcap, False, accum_dtype
     return lambda t: peer("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction").apply(
         t["input"], t["weight"], t["target"], t.get("bias"), *options

@@ -1,9 +1,9 @@
-"""Log-probabilities for reinforcement learning: logits in float32 beside a float32 head (speed) and beside logits in
-bfloat16 (error).
+"""Log-probabilities for reinforcement learning: logits in float32 vs. a float32 head (speed) and vs.
+logits in bfloat16 (error).
 
-The result ``ratio`` is the importance ratio of a policy with itself, ``exp(logp - exact logp)``: its relative error is
-the root mean square of the absolute error of the log-probabilities, the mismatch of sampler and trainer. The exact ones
-come from logits in float64.
+The result ``ratio`` is the importance ratio of a policy with itself, ``exp(logp - exact logp)``: its relative
+error is the root mean square of the absolute error of the log-probabilities, the mismatch of sampler and
+trainer. The exact ones come from logits in float64.
 """
 
 import torch

@@ -1,21 +1,27 @@
-"""Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak memory.
+"""Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak
+memory.
 
-The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA; with
-options that of Llama-3-8B, and no checkpointing, where ``liger.patch(recompute=True)`` takes part, too. Weights and
-tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so that a
-chip which lowers its clock slows all of them alike. The memory of a contestant is what its weights, gradients,
-optimizer and activations take at the peak of a step; the models that wait are not counted.
+The shape is Llama-3.2-1B's: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing,
+SDPA; with options Llama-3-8B's, and no checkpointing, where ``liger.patch(recompute=True)`` takes part,
+too. Weights and tokens are random, the same for every contestant. All models live side by side and take turns
+of a few steps, so that a chip which lowers its clock slows all of them alike. The memory of a contestant is
+what its weights, gradients, optimizer and activations take at the peak of a step; the models that wait are
+not counted.
 
-``--graphs`` adds contestants of liger whose whole step is a CUDA graph. Their peak is that of the capture.
+``--graphs`` adds contestants of liger whose whole step is a CUDA graph. Their peak is measured during the
+capture.
 
-``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and without
-``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its own.
+``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and
+without ``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its
+own.
 
-``--optimizer`` chooses the optimizers: AdamW, AdamW with states of 8 bits, or either with its steps in the backward,
-which frees each gradient at once. ``--recipes`` adds contestants without the fused recipes of decoder layers.
+``--optimizer`` chooses the optimizers: AdamW, AdamW with states of 8 bits, or either with its steps in the
+backward, which frees each gradient at once. ``--recipes`` adds contestants without the fused recipes of
+decoder layers.
 
-``--own-processes`` gives every contestant a process of its own, saves the results after each, and continues where an
-earlier run ended. ``--ranks`` does the same with a model that FSDP2 shards over several processes (model_ranks.py).
+``--own-processes`` gives every contestant a process of its own, saves the results after each, and continues
+where an earlier run ended. ``--ranks`` does the same with a model that FSDP2 shards over several processes
+(model_ranks.py).
 """
 
 import argparse
@@ -36,7 +42,7 @@ from .model_sizes import SIZES, size_of
 from .model_trainee import Trainee, random_batches
 from .processes import count_gpus, elsewhere
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 
 def _measure_shape(trainees, size, shape, device):
@@ -58,7 +64,7 @@ def _measure_shape(trainees, size, shape, device):
 def measure(size, device, backends, shapes=None, **options):
     """One record per shape: step time, tokens per second and peak memory of each contestant, or its error.
 
-    The options are those of :func:`entered`.
+    The options are as for :func:`entered`.
     """
     trainees = [Trainee(c, size, device) for c in entered(size, backends, **options)]
     for trainee in trainees:
@@ -74,7 +80,7 @@ def measure(size, device, backends, shapes=None, **options):
     return records
 
 
-# --- command -------------------------------------------------------------------------------------------------------
+# --- command ------------------------------------------------------------------------------------------------
 
 
 def parse_shape(text):
@@ -97,7 +103,7 @@ def _memory(text):
 def _parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "shapes", nargs="*", type=parse_shape, metavar="BATCHxTOKENS", help="default: those of the size"
+        "shapes", nargs="*", type=parse_shape, metavar="BATCHxTOKENS", help="default: the shapes of the size"
     )
     parser.add_argument("--compile", action="store_true", help="compiled models as well (minutes to start)")
     parser.add_argument("--size", choices=SIZES, default="1b", help="default %(default)s")
@@ -134,7 +140,7 @@ def _parser():
         "--optimizer",
         choices=OPTIMIZERS,
         action="append",
-        help="of every contestant (default adamw); the 8-bit ones are those of bitsandbytes; repeatable",
+        help="of every contestant (default adamw); the 8-bit ones are from bitsandbytes; repeatable",
     )
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes that share a model by FSDP2 (default %(default)s)"

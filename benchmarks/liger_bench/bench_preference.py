@@ -32,7 +32,7 @@ BETA, GAMMA, EPSILON = 0.1, 0.5, 0.2
 DIFFERENTIATED = ("x", "weight")
 
 
-# --- in plain torch -----------------------------------------------------------------------------------------------
+# --- in plain torch -----------------------------------------------------------------------------------------
 
 
 def _logprobs(x, weight, target):
@@ -98,7 +98,7 @@ def _distance(t):
     return 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1), log_q
 
 
-# --- the losses -----------------------------------------------------------------------------------------------------
+# --- the losses ---------------------------------------------------------------------------------------------
 
 
 def _reference(t):
@@ -134,7 +134,7 @@ def _call_divergence(op, t):
     return op(t["x"], t["weight"], teacher_input=t["ref_x"], teacher_weight=t["ref_weight"])
 
 
-# --- the losses of liger-kernel, in its order of the arguments ------------------------------------------------------
+# --- the losses of liger-kernel, in its order of the arguments ----------------------------------------------
 
 
 def _peer_pairs(module, t):
@@ -212,7 +212,8 @@ def _row(options, name, sequences, length, hidden, vocabulary):
     plain, *_, gemms = LOSSES[name]
 
     def inputs():
-        # Logits with standard deviation 2.5, as in a trained model; a reference and an old policy close to the new one.
+        # Logits with standard deviation 2.5, as in a trained model; a reference and an old policy close to
+        # the new one.
         std = 0.02
         x = normal(options, sequences, length, hidden, std=2.5 / (std * hidden**0.5))
         made = {

@@ -1,4 +1,5 @@
-"""RMSNorm of the heads of queries and keys, then the rotary embedding: one op beside two, and beside eager code."""
+"""RMSNorm of the heads of queries and keys, then the rotary embedding: one op vs. two, and vs. eager
+code."""
 
 import torch
 

@@ -117,7 +117,8 @@ def _backward_op(inputs):
 
 
 def _both_ops(inputs):
-    """The forward op and the backward op without autograd; the difference to the public function is autograd's time."""
+    """The forward op and the backward op without autograd; the difference to the public function is
+    autograd's time."""
     x, weight, grad_y = inputs["x"], inputs["weight"], inputs["grad_y"]
 
     def run():

@@ -1,4 +1,5 @@
-"""RMSNorm with a gate: before it as in Qwen3-Next, after it and in groups as in Mamba2. Forward, backward, both."""
+"""RMSNorm with a gate: before it as in Qwen3-Next, after it and in groups as in Mamba2. Forward, backward,
+both."""
 
 import torch
 import torch.nn.functional as F

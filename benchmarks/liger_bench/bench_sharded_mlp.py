@@ -1,12 +1,13 @@
-"""One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against length.
+"""One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against
+length.
 
     PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp fsdp2
     PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp zero3
 
-Each rank has one sequence. A round is one forward and backward of every contestant, in another order each time; a time
-is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest rank beyond its shard
-of the weights, input and upstream gradient (``absolute``: with these). Contestants get the same weights, and their
-results are compared with those of the first.
+Each rank has one sequence. A round is one forward and backward of every contestant, in another order each
+time; a time is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest
+rank beyond its shard of the weights, input and upstream gradient (``absolute``: with these). Contestants get
+the same weights, and their results are compared with the results of the first.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def contestants(hidden, intermediate):
     return made
 
 
-# --- frameworks ---------------------------------------------------------------------------------------------------
+# --- frameworks ---------------------------------------------------------------------------------------------
 
 
 class Fsdp2:
@@ -122,7 +123,7 @@ class _Pairing(torch.autograd.Function):
 FRAMEWORKS = {"fsdp2": Fsdp2, "zero3": Zero3}
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -198,7 +199,8 @@ def build(framework, hidden, intermediate, device):
 
 
 def measure_lengths(framework, lengths, hidden, intermediate, rounds, device):
-    """[{"tokens", "contestants"}] of every length, in a process group that exists; ``device`` is that of the rank."""
+    """[{"tokens", "contestants"}] of every length, in a process group that exists; ``device`` is the device
+    of the rank."""
     device = torch.device(device)
     runners = build(framework, hidden, intermediate, device)
     shard_bytes = 3 * hidden * intermediate * 2 // dist.get_world_size()

@@ -1,7 +1,7 @@
 """A SwiGLU MLP, forward and backward, against the same without shards in eager torch.
 
-Modules are measured as a model uses them: ``backward()`` leaves the gradients in ``.grad``, as liger-kernel's tiled MLP
-puts them nowhere else.
+Modules are measured as a model uses them: ``backward()`` leaves the gradients in ``.grad``, as liger-kernel's
+tiled MLP puts them nowhere else.
 """
 
 from functools import partial

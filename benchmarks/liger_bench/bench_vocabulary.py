@@ -2,12 +2,13 @@
 
     PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_vocabulary --json r.json
 
-fused_linear_ce and fused_linear_logprobs, forward and backward. "one device": every rank computes the whole lm_head,
-without communication. "sharded": the vocabulary-parallel op, with a shard of the weight on each rank. "GEMMs": three
-GEMMs of a shard by cuBLAS, of the tokens that are not ignored. Speed is the time of one device over that of the ranks
-and over their number: 1 is perfect scaling. A round is one step of each, in another order each time, on devices that
-GEMMs have heated; times are those of the slowest rank, the median over rounds. Peaks are what a step allocates beyond
-its inputs, on the rank with the highest peak; "workspace" is without the gradients, which every method returns.
+fused_linear_ce and fused_linear_logprobs, forward and backward. "one device": every rank computes the whole
+lm_head, without communication. "sharded": the vocabulary-parallel op, with a shard of the weight on each
+rank. "GEMMs": three GEMMs of a shard by cuBLAS, of the tokens that are not ignored. Speed is the time of one
+device over the time of the ranks and over their number: 1 is perfect scaling. A round is one step of each, in
+another order each time, on devices that GEMMs have heated; times are the slowest rank's, the median
+over rounds. Peaks are what a step allocates beyond its inputs, on the rank with the highest peak; "workspace"
+is without the gradients, which every method returns.
 
 No row starts after ``--seconds``, and a row takes three rounds then.
 """
@@ -39,7 +40,7 @@ from .vocabulary_report import ONE, SHARDED, SPEED_GOAL, markdown
 OPS = ("fused_linear_ce", "fused_linear_logprobs")
 GEMMS = "GEMMs"
 HEAT_MS = 100
-FEWEST_ROUNDS = 3
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def _error(results, whole):
 
 
 def measure(head, options, rounds, device, heat, seconds_left):
-    """The record of a row. ``heat``: None, or a function that keeps a GPU busy; ``seconds_left()``: the same on all
-    ranks."""
+    """The record of a row. ``heat``: None, or a function that keeps a GPU busy; ``seconds_left()``: the same
+    on all ranks."""
     inputs = head.inputs(options)
     contestants = works(head, inputs)
     record = {**asdict(head), "name": head.name, "contestants": {}}
@@ -122,7 +123,7 @@ def measure(head, options, rounds, device, heat, seconds_left):
     samples = {name: [] for name in contestants}
     names = list(contestants)
     for index in range(rounds):
-        if index >= FEWEST_ROUNDS and seconds_left() <= 0:
+        if index >= MIN_ROUNDS and seconds_left() <= 0:
             break
         for name in names[index % 3 :] + names[: index % 3]:
             elapsed = milliseconds(contestants[name].run, device, heat)
@@ -150,7 +151,8 @@ def verdict(contestants, speed, error):
 
 
 def measure_all(heads, options, rounds, seconds, device):
-    """The records of the rows that start in time; a row that does not has only its sizes, its name and a status."""
+    """The records of the rows that start in time; a row that does not has only its sizes, its name and a
+    status."""
     begin = time.monotonic()
 
     def seconds_left():

@@ -18,8 +18,8 @@ from .harness import Provider
 class Candidate:
     """An implementation of an op: ``function(tensors)``.
 
-    ``overwrites`` names the tensors that it or its backward overwrites. ``works`` names the works that it takes part
-    in; empty means all.
+    ``overwrites`` names the tensors that it or its backward overwrites. ``works`` names the works that it
+    takes part in; empty means all.
     """
 
     name: str
@@ -38,7 +38,8 @@ def peer(module, name):
 
 
 def ours(options, function, label="", overwrites=(), works=(), small=False):
-    """The same function under each backend of liger; the slow torch backend only on request or if ``small``."""
+    """The same function under each backend of liger; the slow torch backend only on request or if
+    ``small``."""
     backends = options.backends
     if small and "torch" not in backends:
         backends = (*backends, "torch")

@@ -1,7 +1,7 @@
 """A training step that is captured in a CUDA graph once for each shape of its tokens, and then replayed.
 
-As in torch's notes on CUDA graphs, "Whole-network capture": steps on another stream come first, gradients are None
-when the capture begins, and the optimizer is capturable.
+As in torch's notes on CUDA graphs, "Whole-network capture": steps on another stream come first, gradients are
+None when the capture begins, and the optimizer is capturable.
 """
 
 import torch
@@ -25,7 +25,7 @@ class CapturedStep:
         return losses
 
     def capture(self, tokens):
-        """Peak bytes allocated on the device during the capture, those of other owners included."""
+        """Peak bytes allocated on the device during the capture, bytes of other owners included."""
         tokens = tokens.clone()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

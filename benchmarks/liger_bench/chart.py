@@ -8,7 +8,8 @@ import statistics
 import textwrap
 from dataclasses import dataclass
 
-# Bars longer than this multiple of the median are truncated, so that differences between the others remain visible.
+# Bars longer than this multiple of the median are truncated, so that differences between the others remain
+# visible.
 OUTLIER = 4
 GREY = "#555555"
 WIDTH = 5.4  # inches
@@ -113,8 +114,8 @@ def _legend(axes, groups):
 
 
 def draw(groups, title, source, time_label=None, reference=None):
-    """The figure; without ``time_label`` of memory alone. With ``reference``, a series, times are drawn as multiples of
-    its time in the group; the numbers at the bars are the measured ones in any case."""
+    """The figure; without ``time_label`` of memory alone. With ``reference``, a series, times are drawn as
+    multiples of its time in the group; the numbers at the bars are the measured ones in any case."""
     from matplotlib.figure import Figure
 
     rows = _positions(groups)

@@ -1,10 +1,11 @@
-"""Every op beside its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
+"""Every op vs. its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
 
-Each row is measured in one process, in turns, from cold caches, beside the ceiling that the machine sets it. The peers
-that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report says which of the
-project's targets were met. It goes to the terminal and, with the figures as JSON and a picture per op, to
-benchmarks/results.
-Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a GPU.
+Each row is measured in one process, in turns, from cold caches, vs. the ceiling that the machine sets.
+The peers that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report
+says which of the project's targets were met. It goes to the terminal and, with the figures as JSON and a
+picture per op, to benchmarks/results.
+Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a
+GPU.
 """
 
 import argparse
@@ -121,7 +122,8 @@ def _complaint(arguments):
 
 
 def main(argv=None):
-    """Runs the suite with the given arguments (default: those of the process); returns the exit code."""
+    """Runs the suite with the given arguments (default: the arguments of the process); returns the exit
+    code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(argv)
     if arguments.heads:

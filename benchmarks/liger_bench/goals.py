@@ -1,7 +1,7 @@
 """Performance goals on an H200, per row, and the evaluation of a run against them.
 
-If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend on the
-speed of the individual GPU.
+If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend
+on the speed of the individual GPU.
 """
 
 import importlib
@@ -19,10 +19,10 @@ EAGER = "torch eager"
 class Goal:
     """A bound for ``metric`` of the row ``row``: a minimum, or a maximum for times.
 
-    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum). ``mib``
-    limits the peak memory without inputs; ``no_more_than`` limits it to that of another provider. ``exact`` limits the
-    errors of the gradients to those of eager PyTorch, which accumulates in float32. One provider must meet all
-    conditions.
+    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum).
+    ``mib`` limits the peak memory without inputs; ``no_more_than`` limits it to the peak of another provider.
+    ``exact`` limits the errors of the gradients to the errors of eager PyTorch, which accumulates in float32.
+    One provider must meet all conditions.
     """
 
     row: str
@@ -107,7 +107,7 @@ def _attempt(goal, record, name):
 
 
 def reached(records, goals=None):
-    """One line per goal whose row has results of liger: that of the provider of liger closest to the goal."""
+    """One line per goal with results of liger, from liger's provider closest to the goal."""
     by_name = {record["name"]: record for record in records}
     lines = []
     for goal in every_goal() if goals is None else goals:

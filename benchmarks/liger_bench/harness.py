@@ -17,7 +17,8 @@ VOCABULARIES = (40960, 81920, 122880, 163840)
 class Options:
     """Options of a run: ``size`` is ``"full"``, ``"quick"`` or ``"self-test"`` (tiny shapes).
 
-    ``sweep`` varies one size over a range. ``peers`` are name prefixes of the peers to measure; None: all installed.
+    ``sweep`` varies one size over a range. ``peers`` are name prefixes of the peers to measure; None: all
+    installed.
     """
 
     device: str = "cuda"
@@ -38,8 +39,8 @@ class Options:
 
 @dataclass
 class Work:
-    """``run()`` does the work once and returns its named results. ``prepare()`` runs before and ``release()`` after it;
-    neither is timed."""
+    """``run()`` does the work once and returns its named results. ``prepare()`` runs before and ``release()``
+    after it; neither is timed."""
 
     run: Callable[[], dict]
     prepare: Callable[[], None] = lambda: None
@@ -50,8 +51,9 @@ class Work:
 class Provider:
     """One way to do the work of a row: ``make(inputs)`` returns a fresh Work.
 
-    ``group`` is ``"ours"``, ``"op alone"`` (an op of liger without its public function: reported, but not compared),
-    ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules that must be importable.
+    ``group`` is ``"ours"``, ``"op alone"`` (an op of liger without its public function: reported, but not
+    compared), ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules that must be
+    importable.
     """
 
     name: str
@@ -63,7 +65,8 @@ class Provider:
 
 @dataclass(frozen=True)
 class Contest:
-    """One line of the verdict: ``baseline`` against the fastest provider of liger, or the fastest of ``ours``."""
+    """One line of the verdict: ``baseline`` against the fastest provider of liger, or the fastest of
+    ``ours``."""
 
     baseline: str = "liger-kernel"
     label: str = ""
@@ -76,11 +79,12 @@ FASTEST = Contest(FASTEST_PEER, FASTEST_PEER)
 
 @dataclass
 class Row:
-    """``inputs()`` returns the tensors, ``reference(inputs)`` the float32 results; ``nbytes`` is the minimum traffic.
+    """``inputs()`` returns the tensors, ``reference(inputs)`` the float32 results; ``nbytes`` is the minimum
+    traffic.
 
-    ``kind`` is ``"device"``, or ``"host"`` for host time per call. ``work`` and ``shape`` identify the row in plots:
-    rows of one work that differ in one size are points of a line. Calls cycle through ``sets`` sets of inputs. Before
-    each call the device runs GEMMs for ``heat_ms``.
+    ``kind`` is ``"device"``, or ``"host"`` for host time per call. ``work`` and ``shape`` identify the row in
+    plots: rows of one work that differ in one size are points of a line. Calls cycle through ``sets`` sets of
+    inputs. Before each call the device runs GEMMs for ``heat_ms``.
     """
 
     op: str
@@ -105,14 +109,14 @@ class Row:
             self.contests = (*self.contests, FASTEST)
 
 
-# --- works --------------------------------------------------------------------------------------------------------
+# --- works --------------------------------------------------------------------------------------------------
 
 
 class Leaves(dict):
     """The inputs of a row for one provider: autograd leaves that share the memory of the inputs.
 
-    Tensors that the provider overwrites are private copies, which exist from ``restore()`` to ``drop()``. Like the
-    activations of a model, a copy is not a leaf.
+    Tensors that the provider overwrites are private copies, which exist from ``restore()`` to ``drop()``.
+    Like the activations of a model, a copy is not a leaf.
     """
 
     def __init__(self, inputs, differentiate=(), overwrites=()):
@@ -141,7 +145,8 @@ def _named(names, values):
 
 
 def forward_work(function, results, differentiate, overwrites=()):
-    """``make`` of a provider: the work is ``function(leaves)``, recorded by autograd; ``results`` names its outputs."""
+    """``make`` of a provider: the work is ``function(leaves)``, recorded by autograd; ``results`` names its
+    outputs."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
@@ -151,8 +156,8 @@ def forward_work(function, results, differentiate, overwrites=()):
 
 
 def backward_work(function, upstream, differentiate, overwrites=()):
-    """``make`` of a provider: the work is the backward of ``function(leaves)`` from the gradients named ``upstream``,
-    or from a scalar loss if that is empty."""
+    """``make`` of a provider: the work is the backward of ``function(leaves)`` from the gradients named
+    ``upstream``, or from a scalar loss if that is empty."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
@@ -180,7 +185,8 @@ def backward_work(function, upstream, differentiate, overwrites=()):
 
 
 def training_work(function, upstream, differentiate, overwrites=()):
-    """``make`` of a provider: the work is a forward and its backward, from a scalar loss if ``upstream`` is empty."""
+    """``make`` of a provider: the work is a forward and its backward, from a scalar loss if ``upstream`` is
+    empty."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
@@ -237,15 +243,15 @@ def copy_provider(nbytes):
     return Provider("device copy", make, "ceiling")
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------------
+# --- inputs -------------------------------------------------------------------------------------------------
 
 
 def normal(options, *shape, std=1.0):
     return torch.randn(shape, device=options.device, dtype=options.dtype).mul_(std)
 
 
-# Patterns of ignored rows: every seventh; a random half; the prompts of eight sequences, of different lengths and half
-# of all tokens.
+# Patterns of ignored rows: every seventh; a random half; the prompts of eight sequences, of different lengths
+# and half of all tokens.
 IGNORED = ("", "1/7 ignored", "half ignored", "prompts ignored")
 
 

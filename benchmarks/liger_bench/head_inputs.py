@@ -10,8 +10,8 @@ REFERENCE_ROWS = 2048
 
 
 def layer(options, tokens, hidden, vocabulary, ignored=""):
-    """Hidden states, weight and targets. The standard deviation of logits is that of a trained model; in the self-test,
-    which bounds every error, it is smaller."""
+    """Hidden states, weight and targets. The standard deviation of logits is as in a trained model; in the
+    self-test, which bounds every error, it is smaller."""
     logits_std = options.pick(2.5, 2.5, 0.5)
     return {
         "input": normal(options, tokens, hidden, std=logits_std / (WEIGHT_STD * hidden**0.5)),
@@ -21,8 +21,8 @@ def layer(options, tokens, hidden, vocabulary, ignored=""):
 
 
 def float32_reference(loss, leaves, of_rows=("target",)):
-    """A function of the inputs: the loss, a mean over all rows, and gradients of ``leaves``. Computed in float32, in
-    blocks of the rows of ``"input"`` and of the tensors ``of_rows``."""
+    """A function of the inputs: the loss, a mean over all rows, and gradients of ``leaves``. Computed in
+    float32, in blocks of the rows of ``"input"`` and of the tensors ``of_rows``."""
 
     def run(inputs):
         whole = {n: t.detach().float() if t.is_floating_point() else t for n, t in inputs.items()}
@@ -39,7 +39,8 @@ def float32_reference(loss, leaves, of_rows=("target",)):
 
 
 def head_gemms(*heads, gradients=True):
-    """The logits of each (hidden states, weight) and both gradients of the last, by cuBLAS into preallocated memory."""
+    """The logits of each (hidden states, weight) and both gradients of the last, by cuBLAS into preallocated
+    memory."""
     x, weight = heads[-1]
     logits = x.new_empty(x.shape[0], weight.shape[0])
     grad_x, grad_weight = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (None, None)

@@ -1,5 +1,5 @@
-"""Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with exponentials
-that fit the memory budget and without."""
+"""Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with
+exponentials that fit the memory budget and without."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Policy:
 
 
 def head_row(head, inputs, contestants, reference, **options):
-    """The row of a head, or of a policy, beside its three GEMMs by cuBLAS."""
+    """The row of a head, or of a policy, vs. its three GEMMs by cuBLAS."""
     return Row(
         "heads",
         head.name,

@@ -1,7 +1,7 @@
 """The heads of TRL and unsloth_zoo, loaded from their wheels alone.
 
-Importing either package needs more than its head does (TRL: datasets and pandas; unsloth_zoo: unsloth, bitsandbytes and
-more), and unsloth_zoo changes torch and transformers for all contestants of the process.
+Importing either package needs more than its head does (TRL: datasets and pandas; unsloth_zoo: unsloth,
+bitsandbytes and more), and unsloth_zoo changes torch and transformers for all contestants of the process.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ TRL_CLASSES = 8192
 
 
 def bare_packages(*names):
-    """Packages whose modules can be imported although their own ``__init__`` does not run; outer ones come first."""
+    """Packages whose modules can be imported although their own ``__init__`` does not run; outer ones come
+    first."""
     for name in names:
         if name not in sys.modules:
             spec = importlib.util.find_spec(name)
@@ -48,7 +49,8 @@ def _trl_head():
 
 def trl_logprobs(t, temperature=1.0, softcap=None):
     """Log-probabilities of the targets."""
-    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further outputs
+    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further
+    # outputs
     options = temperature, TRL_CLASSES, softcap, 1.0, ()
     return _trl_head().apply(t["input"], t["weight"], t.get("bias"), t["target"], *options)[0]
 

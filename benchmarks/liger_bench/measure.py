@@ -1,17 +1,19 @@
 """Measurement of the rows of harness.py.
 
-Calls cycle through several sets of inputs. The results of the first timed call are compared with the reference.
+Calls cycle through several sets of inputs. The results of the first timed call are compared with the
+reference.
 
-GPU time is measured with CUDA events, one call at a time. The order is: preparation (restoring tensors that a provider
-overwrites, the forward before a backward), a read of a buffer larger than the L2 cache, a spin kernel that hides the
-launch time of the host, an event, the call, an event. So the result is device time with cold caches. If a provider
-synchronises inside its call, the gap on the device counts. ``latency`` omits the spin kernel and starts from an idle
-device, so it includes host time.
+GPU time is measured with CUDA events, one call at a time. The order is: preparation (restoring tensors that a
+provider overwrites, the forward before a backward), a read of a buffer larger than the L2 cache, a spin
+kernel that hides the launch time of the host, an event, the call, an event. So the result is device time with
+cold caches. If a provider synchronises inside its call, the gap on the device counts. ``latency`` omits the
+spin kernel and starts from an idle device, so it includes host time.
 
-Providers alternate in rounds within one process, in a new random order each time, so that clock changes affect all of
-them. For the same reason the ratio to a ceiling is the median of the ratios of the rounds. GEMM rows need more: for a
-tenth of a second after a call that left the tensor cores idle, the clock is higher than the power limit sustains.
-Before every call of such a row the device runs the same GEMMs, for ``Row.heat_ms``, as in training.
+Providers alternate in rounds within one process, in a new random order each time, so that clock changes
+affect all of them. For the same reason the ratio to a ceiling is the median of the ratios of the rounds. GEMM
+rows need more: for a tenth of a second after a call that left the tensor cores idle, the clock is higher than
+the power limit sustains. Before every call of such a row the device runs the same GEMMs, for ``Row.heat_ms``,
+as in training.
 """
 
 import gc
@@ -42,7 +44,7 @@ SLOW_START = 4.0
 PROVIDER_ERRORS = (Exception,)
 
 
-# --- devices ------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------
 
 
 class Gpu:
@@ -137,11 +139,11 @@ class Cpu:
         gc.collect()
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 
 def relative_error(actual, exact):
-    """Frobenius norm of the difference over that of the exact value; nan if either is not finite."""
+    """Frobenius norm of the difference over the norm of the exact value; nan if either is not finite."""
     difference = torch.linalg.vector_norm(actual.detach().float() - exact.float())
     return (difference / torch.linalg.vector_norm(exact.float()).clamp_min(1e-30)).item()
 
@@ -173,7 +175,8 @@ class Contestant:
         self.record.update(status=status, reason=reason)
 
     def attempt(self, action, *arguments):
-        """Runs a step in the provider's context. The code of a provider may fail in many ways: that is a result."""
+        """Runs a step in the provider's context. The code of a provider may fail in many ways: that is a
+        result."""
         if not self.alive:
             return None
         start = time.perf_counter()
@@ -284,8 +287,8 @@ def _measure_host(row, machine, contestants):
 def measure(row, machine):
     """The record of a row: for each provider its times, peak memory, errors and status.
 
-    ``status`` is ``"ok"``, ``"wrong"`` (measured, but its results are not right), ``"failed"`` or ``"missing"``.
-    ``first_s`` is the time of the first calls, with all compilation.
+    ``status`` is ``"ok"``, ``"wrong"`` (measured, but its results are not right), ``"failed"`` or
+    ``"missing"``. ``first_s`` is the time of the first calls, with all compilation.
     """
     start = time.perf_counter()
     torch.manual_seed(0)

@@ -15,8 +15,9 @@ def _joined(first, second):
 
 
 def merged(results):
-    """The results of runs on one kind of device, with the rows of all. Times of providers of different runs are of
-    different moments and maybe of different devices of that kind, so ratios to ceilings are what to compare."""
+    """The results of runs on one kind of device, with the rows of all. Times of providers of different runs
+    are of different moments and maybe of different devices of that kind, so ratios to ceilings are what to
+    compare."""
     facts, rows = {}, {}
     for result in results:
         theirs = result["environment"]

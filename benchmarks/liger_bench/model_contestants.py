@@ -22,7 +22,7 @@ def adamw(parameters, capturable=False):
 
 
 def adamw_8bit(parameters, capturable=False):
-    """AdamW of bitsandbytes with states of 8 bits; those of tensors below 4096 elements have 32."""
+    """AdamW of bitsandbytes with states of 8 bits; the states of tensors below 4096 elements have 32."""
     return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-5)
 
 
@@ -67,9 +67,9 @@ class Contestant:
 def compiled(model, backend="inductor"):
     """``torch.compile`` of a model whose attention is causal by SDPA's flag.
 
-    A model that is traced gives SDPA a mask as a tensor, and SDPA computes what the mask hides, too. For an attention
-    function without a function for masks, transformers makes no mask. The steps here have no padding and no packed
-    sequences, so the flag says the same.
+    A model that is traced gives SDPA a mask as a tensor, and SDPA computes what the mask hides, too. For an
+    attention function without a function for masks, transformers makes no mask. The steps here have no
+    padding and no packed sequences, so the flag says the same.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -87,7 +87,8 @@ def with_liger_kernel(model):
 
 
 def contestants(backends, compile):
-    """Unpatched, liger-kernel, liger under each backend; with ``compile`` also the first and the last compiled."""
+    """Unpatched, liger-kernel, liger under each backend; with ``compile`` also the first and the last
+    compiled."""
     needs = ("liger_kernel", "triton")
     plain = [Contestant("transformers", "plain", lambda model: model)]
     ours = [
@@ -122,7 +123,8 @@ def captured(entered):
 
 
 def planned(backends, memories):
-    """liger under each backend with planned checkpointing in each memory, and the same with ``recompute=True``.
+    """liger under each backend with planned checkpointing in each memory, and the same with
+    ``recompute=True``.
 
     A memory of None: without checkpointing.
     """

@@ -60,7 +60,8 @@ PLACES = (((6, -11), "left"), ((6, 5), "left"), ((-6, 5), "right"), ((-6, -11), 
 
 
 def annotate(figure, axes, labels, dots):
-    """Draws (GiB, speed, text) in the first place that overlaps no label and no dot; leaves out those without one."""
+    """Draws (GiB, speed, text) in the first place that overlaps no label and no dot; leaves out those without
+    one."""
     # The layout, which places depend on.
     figure.canvas.draw()
     dots = [axes.transData.transform(dot) for dot in dots]
@@ -115,7 +116,7 @@ def main(arguments=None):
     results = [json.loads(path.read_text()) for path in parsed.results]
     ranks, found = ranks_of(results, parsed.shape), points(results, parsed.shape)
     if len(ranks) > 1:
-        parser.error(f"results of {ranks} ranks in one picture; name those of one number of ranks")
+        parser.error(f"results of {ranks} ranks in one picture; name results of one number of ranks")
     if not any(found.values()):
         parser.error(
             f"no result of {parsed.shape[0]}x{parsed.shape[1]} in {[str(p) for p in parsed.results]}"

@@ -1,8 +1,10 @@
-"""``bench_model --own-processes`` and ``--ranks``: every contestant in a process of its own, or in one per rank.
+"""``bench_model --own-processes`` and ``--ranks``: every contestant in a process of its own, or in one per
+rank.
 
-On several ranks, GPU ``rank`` with nccl or the CPU with gloo, decoder layers and root are wrapped by ``fully_shard``.
-Batches differ between ranks. Time is that of the slowest rank, peak memory that of the largest, the first loss their
-mean. The results are saved after every contestant, and a second run measures those that are not in the file yet.
+On several ranks, GPU ``rank`` with nccl or the CPU with gloo, decoder layers and root are wrapped by
+``fully_shard``. Batches differ between ranks. Time is the slowest rank's, peak memory the maximum of the
+largest, the first loss their mean. The results are saved after every contestant, and a second run measures
+those that are not in the file yet.
 """
 
 import json
@@ -35,11 +37,12 @@ LEAST = 20.0
 PRELOAD = ("transformers.models.llama.modeling_llama", "liger.transformers")
 
 
-# --- a rank -------------------------------------------------------------------------------------------------------
+# --- a rank -------------------------------------------------------------------------------------------------
 
 
 class LoneTrainee(Trainee):
-    """A Trainee that is the only one in its process: everything that is allocated counts, workspaces included."""
+    """A Trainee that is the only one in its process: everything that is allocated counts, workspaces
+    included."""
 
     def idle_bytes(self):
         return torch.cuda.memory_allocated()
@@ -108,7 +111,7 @@ def _measure_rank(spec, path):
         dist.destroy_process_group()
 
 
-# --- all ranks of a contestant ------------------------------------------------------------------------------------
+# --- all ranks of a contestant ------------------------------------------------------------------------------
 
 
 class _Forked:
@@ -167,7 +170,8 @@ def _wait(processes, seconds):
 
 
 def run(spec, ranks, seconds, fork=False):
-    """The record of one contestant at one shape; None if it takes longer than that. ``fork``: whether that is safe."""
+    """The record of one contestant at one shape; None if it takes longer than that. ``fork``: whether that is
+    safe."""
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder = Path(name)
         (folder / "spec.json").write_text(json.dumps(spec))
@@ -183,7 +187,7 @@ def run(spec, ranks, seconds, fork=False):
         return {"status": "failed", "reason": f"the ranks ended without a result:\n{logs}"}
 
 
-# --- all contestants ----------------------------------------------------------------------------------------------
+# --- all contestants ----------------------------------------------------------------------------------------
 
 
 def _earlier(path):
@@ -202,14 +206,14 @@ def _row(records, shape, ranks):
 
 
 def _is_done(provider):
-    """Whether an earlier run has measured it. Packages can be installed later, and failures repaired."""
+    """True if an earlier run has measured it. Packages can be installed later, and failures repaired."""
     return provider is not None and (
         provider["status"] in ("ok", "wrong") or "out of memory" in provider["reason"]
     )
 
 
 def _compare(record):
-    """Marks providers whose first loss is not that of the unpatched model."""
+    """Marks providers with another first loss than the unpatched model."""
     measured = [p for p in record["providers"].values() if "first_loss" in p]
     reference = next((p["first_loss"] for p in measured if p["group"] == "plain"), None)
     for provider in measured:

@@ -10,7 +10,7 @@ def shape_of(record):
 
 
 def tokens_per_second(record, provider):
-    """Of all ranks; batch and peak memory are those of one."""
+    """Of all ranks; batch and peak memory are per rank."""
     tokens = record["batch"] * record["sequence"] * record.get("ranks", 1)
     return tokens / provider["ms"]["median"] * 1e3
 
@@ -31,7 +31,8 @@ def _lines(record):
 
 
 def verdict(record):
-    """One line: the fastest contestant with liger against the fastest and the smallest other; None without both."""
+    """One line: the fastest contestant with liger against the fastest and the smallest other; None without
+    both."""
     measured = {n: p for n, p in record["providers"].items() if p["status"] == "ok"}
     mine = {n: p for n, p in measured.items() if p["group"] == "ours"}
     others = {n: p for n, p in measured.items() if p["group"] != "ours"}

@@ -13,7 +13,7 @@ from liger.transformers.checkpointing import methods
 from .captured_step import WARM_UP, CapturedStep
 from .measure import PROVIDER_ERRORS, spread
 
-# Allowed relative difference of the first loss from that of the unpatched model.
+# Allowed relative difference of the first loss from the unpatched model's.
 SAME_LOSS = 2e-3
 
 
@@ -35,7 +35,8 @@ class Trainee:
             self.failure = "missing", f"not installed: {', '.join(missing)}"
 
     def attempt(self, action, *arguments):
-        """Runs a part of the benchmark for this contestant; an exception of its code is recorded as its result."""
+        """Runs a part of the benchmark for this contestant; an exception of its code is recorded as its
+        result."""
         if self.failure is not None:
             return
         try:
@@ -47,7 +48,8 @@ class Trainee:
 
     @contextlib.contextmanager
     def _globals(self):
-        """Context manager: the contestant's replacements in the module of the model are active only inside."""
+        """Context manager: the contestant's replacements in the module of the model are active only
+        inside."""
         family = self.size.family
         names = vars(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
         before = dict(names)
@@ -82,7 +84,8 @@ class Trainee:
         self.model = self.make_model()
         captured = self.contestant.captured
         if self.size.checkpointing and self.contestant.checkpointing:
-            # The state of the random generator cannot be read during a capture, and this model has no dropout.
+            # The state of the random generator cannot be read during a capture, and this model has no
+            # dropout.
             settings = {"preserve_rng_state": False} if captured else {}
             methods.enable(self.model, **settings)
         self.call = self.contestant.prepare(self.model)
@@ -115,7 +118,8 @@ class Trainee:
             self.loss = losses[0].item()
 
     def burst(self, batches, first):
-        """Runs some steps between two synchronisations; records time and host time per step, and peak memory."""
+        """Runs some steps between two synchronisations; records time and host time per step, and peak
+        memory."""
         gpu, count = self.device == "cuda", self.size.burst
         if gpu:
             torch.cuda.synchronize()

@@ -18,8 +18,8 @@ def over_ranks(values, device):
 
 
 def peak_mib(step, device):
-    """Peak memory of a step in MiB beyond what was allocated before, on the rank with the highest peak; 0 on a CPU,
-    where it is not measured."""
+    """Peak memory of a step in MiB beyond what was allocated before, on the rank with the highest peak; 0 on
+    a CPU, where it is not measured."""
     if device.type == "cpu":
         return 0.0
     torch.cuda.synchronize()
@@ -36,8 +36,8 @@ def milliseconds(step, device, before=None):
     """Time on this rank of a step that all ranks start together.
 
     Args:
-        before: a function that launches other work on a GPU first. The host launches the step meanwhile, and the GPUs
-            start it together after a collective.
+        before: a function that launches other work on a GPU first. The host launches the step meanwhile, and
+            the GPUs start it together after a collective.
     """
     dist.barrier()
     if device.type == "cpu":
@@ -56,7 +56,8 @@ def milliseconds(step, device, before=None):
 
 
 def shard(model, device):
-    """FSDP2 over all ranks: every decoder layer of a causal language model, and its root, by ``fully_shard``."""
+    """FSDP2 over all ranks: every decoder layer of a causal language model, and its root, by
+    ``fully_shard``."""
     # Where there is a GPU, the mesh that fully_shard would make is one of GPUs, also for a model on the CPU.
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for part in (*model.model.layers, model):

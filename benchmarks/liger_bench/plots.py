@@ -6,8 +6,8 @@ A picture shows the size that users meet; the other sizes are in the tables of t
 from .chart import Bar, Group, draw, save
 from .verdict import SAME_MEMORY_MIB, judge, time_of
 
-# The colour-blind safe palette of Okabe and Ito; black is for ceilings. Keys are prefixes of provider names, and the
-# longest match counts.
+# The colour-blind safe palette of Okabe and Ito; black is for ceilings. Keys are prefixes of provider names,
+# and the longest match counts.
 COLORS = {
     "liger[cuda]": "#0072B2",
     "liger[triton]": "#56B4E9",
@@ -18,7 +18,8 @@ COLORS = {
     "cut-cross-entropy": "#C9BC1A",
     "torch": "#777777",
 }
-# Ops whose rows are different losses. Their figure has a group of bars per loss: liger, liger-kernel, eager torch.
+# Ops whose rows are different losses. Their figure has a group of bars per loss: liger, liger-kernel, eager
+# torch.
 SEVERAL = ("preference",)
 LABELS = {"dpo": "DPO", "orpo": "ORPO", "simpo": "SimPO", "kto": "KTO", "grpo": "GRPO", "jsd": "JSD + CE"}
 COMPARED = {"liger[cuda]": "liger-ops", "liger-kernel": "liger-kernel", "torch eager": "torch eager"}
@@ -30,20 +31,22 @@ def color(name):
 
 
 def shown(records):
-    """The record in the figure of an op: the first of forward and backward together, else the first device record."""
+    """The record in the figure of an op: the first of forward and backward together, else the first device
+    record."""
     of_device = [record for record in records if record["kind"] == "device"] or records
     whole = [record for record in of_device if "forward and backward" in record["work"]]
     return (whole or of_device)[0]
 
 
 def is_line(provider):
-    """Whether a ceiling is drawn as a line: it does only a part of the work, so its memory is not comparable."""
+    """True if a ceiling is drawn as a line: it does only a part of the work, so its memory is not
+    comparable."""
     return provider["group"] == "ceiling" and not provider.get("peak_mib")
 
 
 def _dominated(name, measured):
-    """Whether another variant of the same backend is at least as fast and as small as this one of liger, such as
-    "liger[cuda] small". The variant without suffix is always shown."""
+    """True if another variant of the same backend is at least as fast and as small as this one of liger, such
+    as "liger[cuda] small". The variant without suffix is always shown."""
     backend = name.partition("]")[0]
     if measured[name]["group"] != "ours" or name == backend + "]":
         return False
@@ -66,7 +69,8 @@ def _label(name):
 
 
 def group_of(record, label, names=None):
-    """The bars of a record: those of ``{name: series}`` in this order, or of all providers, fastest first."""
+    """The bars of a record: the series of ``{name: series}`` in this order, or of all providers, fastest
+    first."""
     measured = _measured(record)
     ceiling = next((n for n in record["ceilings"] if n in measured and is_line(measured[n])), None)
     if names is None:
@@ -82,7 +86,8 @@ def group_of(record, label, names=None):
 
 
 def message(record):
-    """The title: speed and memory of liger relative to liger-kernel, or a neutral title without such a result."""
+    """The title: speed and memory of liger relative to liger-kernel, or a neutral title without such a
+    result."""
     contests = [c for c in record["contests"] if c["baseline"].startswith("liger-kernel")]
     line = judge(record, contests[0]) if contests else None
     if line is None:

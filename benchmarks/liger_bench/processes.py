@@ -27,7 +27,7 @@ def count_gpus():
 
 
 def may_fork(preload=()):
-    """Whether a forked process can use CUDA: nothing in this process has initialised the driver.
+    """True if a forked process can use CUDA: nothing in this process has initialised the driver.
 
     Args:
         preload: modules to import before, so that forked processes need not.
@@ -59,8 +59,8 @@ def end_with_parent():
 def rendezvous(count):
     """The environment variables of each of ``count`` ranks, as torchrun sets them.
 
-    Their store is in this process until the context ends, as that of torchrun: a port that is only looked up may be
-    taken by another process before rank 0 listens on it.
+    Their store is in this process until the context ends, as torchrun's does: a port that is only looked up
+    may be taken by another process before rank 0 listens on it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {

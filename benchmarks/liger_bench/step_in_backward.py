@@ -4,8 +4,8 @@
 class StepInBackward:
     """An optimizer for each parameter, whose hook makes its step as soon as the gradient is complete.
 
-    ``make(parameters)`` returns an optimizer. ``step`` and ``zero_grad`` have nothing left to do, so it takes the place
-    of one optimizer of all parameters.
+    ``make(parameters)`` returns an optimizer. ``step`` and ``zero_grad`` have nothing left to do, so it takes
+    the place of one optimizer of all parameters.
     """
 
     def __init__(self, parameters, make):

@@ -33,8 +33,8 @@ def ceiling_row(options):
 
 
 def rows_of(ops, options, words=()):
-    """The rows of these ops, or those with one of ``words`` in their names. They allocate no memory until they are
-    measured."""
+    """The rows of these ops, or those with one of ``words`` in their names. They allocate no memory until
+    they are measured."""
     rows = [ceiling_row(options)]
     for op in ops:
         rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
@@ -74,7 +74,8 @@ def _write(result, path):
 
 
 def redraw(paths, path=None, plots=None):
-    """Writes report and plots of JSON files of results, merged into ``path``, or again next to the only one."""
+    """Writes report and plots of JSON files of results, merged into ``path``, or again next to the only
+    one."""
     result = merged([_read(source) for source in paths])
     _conclude(result)
     if path is None:
@@ -96,8 +97,8 @@ def illustrate(stem):
 def run(ops, options, path=None, plots=None, words=(), minutes=None):
     """Measures the ops (all, if none are named), writes JSON, Markdown and plots, prints the report.
 
-    ``words``: only the rows with one of them in their names. No row starts after ``minutes``. Returns 0, or 1 if one of
-    our own providers failed or gave wrong results.
+    ``words``: only the rows with one of them in their names. No row starts after ``minutes``. Returns 0, or 1
+    if one of our own providers failed or gave wrong results.
     """
     rows = rows_of(ops or OPS, options, words)
     facts = environment(options)

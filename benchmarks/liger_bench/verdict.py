@@ -29,8 +29,8 @@ def _baseline(record, name):
 def judge(record, contest):
     """One line of the verdict, or None if liger or the baseline has no result in the row.
 
-    Ours is the fastest of those that are right and take no more memory; if none is both faster and as small, the
-    fastest of all.
+    Ours is the fastest of those that are right and take no more memory; if none is both faster and as small,
+    the fastest of all.
     """
     against = _baseline(record, contest["baseline"])
     named = contest["ours"]

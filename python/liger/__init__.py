@@ -1,7 +1,7 @@
 """liger: memory-saving training ops for large language models.
 
-Kernels of rows and of the lm_head's cross entropy have three implementations: ahead-of-time compiled CUDA, Triton, and
-plain torch. The other ops of ``torch.ops.liger`` are Python code over these and over GEMMs.
+Kernels of rows and of the lm_head's cross entropy have three implementations: ahead-of-time compiled CUDA,
+Triton, and plain torch. The other ops of ``torch.ops.liger`` are Python code over these and over GEMMs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The ``liger`` command: its arguments and help, which need neither torch nor the package liger.
 
-``import liger`` imports torch, which takes seconds. So the help is apart from the commands themselves: those are the
-modules of ``liger.cli``, imported when one runs.
+``import liger`` imports torch, which takes seconds. So the help is apart from the commands themselves: those
+are the modules of ``liger.cli``, imported when one runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``liger`` with the given arguments (default: those of the process); returns the exit code."""
+    """Runs ``liger`` with the given arguments (default: the arguments of the process); returns the exit
+    code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     if not argv:
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         code = importlib.import_module(f"liger.cli.{arguments.command}").run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the pipe, such as head, has what it wants. The interpreter flushes stdout once more at exit.
+        # The reader of the pipe, such as head, has what it wants. The interpreter flushes stdout once more at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

@@ -1,4 +1,5 @@
-"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with ``run(arguments)``."""
+"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with
+``run(arguments)``."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def _plan(parser):
         "--capability",
         type=capability,
         metavar="X.Y",
-        help="compute capability of the GPU, for example 9.0 (default: that of the device at hand; without one, any"
+        help="compute capability of the GPU, for example 9.0 (default: the current device's; without a device, any"
         " but 9.0)",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")

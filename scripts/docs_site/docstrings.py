@@ -1,4 +1,5 @@
-"""Griffe extension: docstrings of the sources, which use Sphinx roles, as Markdown, and names imported at first use.
+"""Griffe extension: docstrings of the sources, which use Sphinx roles, as Markdown, and names imported at
+first use.
 
 The sources remain readable in ``help()``; all differences are handled here, for every docstring alike.
 """

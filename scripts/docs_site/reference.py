@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import re
 
-# Page -> (title, module, its names on this page; None: all that no other page has). Modules of liger that are listed in
-# its __all__ have pages of their own.
+# Page -> (title, module, its names on this page; None: all that no other page has). Modules of liger that are
+# listed in its __all__ have pages of their own.
 PAGES = {
     "liger.md": ("liger: patching, backends", "liger", None),
     "liger_layers.md": (

@@ -1,9 +1,9 @@
 """Pages of the benchmark results, rendered from the JSON files in benchmarks/results.
 
 The site renders a page for each file of ``benchmarks/run.py``, ``bench_model``, ``bench_vocabulary`` and
-``bench_sharded_mlp``. Their first page, README.md, lists the newest results of each benchmark and device. A file stays
-in the folder while it is the newest of its kind or a page names it; ``python scripts/docs_site/result_pages.py`` moves
-all others to archive.tar.xz.
+``bench_sharded_mlp``. Their first page, README.md, lists the newest results of each benchmark and device. A
+file stays in the folder while it is the newest of its kind or a page names it;
+``python scripts/docs_site/result_pages.py`` moves all others to archive.tar.xz.
 """
 
 from __future__ import annotations

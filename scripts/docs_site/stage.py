@@ -1,9 +1,11 @@
-"""Collects the sources of the documentation site in a folder:  python scripts/docs_site/stage.py build/site-sources
+"""Collects the sources of the documentation site in a folder:
 
-Every file keeps its path in the repository, so a link between docs/ and another folder, such as ``../csrc/README.md``,
-is the same in a checkout and on the site. Added are the pages of the API reference and of the benchmark results, and
-the differences between GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is all that
-depends on the builder.
+    python scripts/docs_site/stage.py build/site-sources
+
+Every file keeps its path in the repository, so a link between docs/ and another folder, such as
+``../csrc/README.md``, is the same in a checkout and on the site. Added are the pages of the API reference and
+of the benchmark results, and the differences between GitHub's Markdown and Python-Markdown. The result is
+plain Markdown: mkdocs.yml is all that depends on the builder.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def _page_of(link: re.Match[str], rendered: dict[str, str]) -> str:
 
 
 def indent_lists(text: str) -> str:
-    """Indents the contents of list items by four spaces per level, and separates a list from the paragraph before it.
+    """Indents the contents of list items by four spaces per level, and separates a list from the paragraph
+    before it.
 
     GitHub takes the width of the marker, two or three spaces; Python-Markdown takes four.
     """

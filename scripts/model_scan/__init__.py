@@ -1,1 +1,2 @@
-"""Every model type of the installed transformers, tiny and random, compared with a patched copy: ``make models``."""
+"""Every model type of the installed transformers, tiny and random, compared with a patched copy:
+``make models``."""

@@ -1,8 +1,8 @@
 """What liger.patch replaces in every causal and image-text model of transformers, and whether it is equal.
 
-Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched copy: loss
-and gradients, in training with dropout, checkpointing, images, packed positions and more. docs/models.md is the result
-for all types. The exit code is 1 if a patched model gives other numbers.
+Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched
+copy: loss and gradients, in training with dropout, checkpointing, images, packed positions and more.
+docs/models.md is the result for all types. The exit code is 1 if a patched model gives other numbers.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Checks of a model and its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a reason."""
+"""Checks of a model and its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a
+reason."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def evaluation(plain, patched, model_type, class_name):
 
 
 def _in_evaluation(plain, patched, function):
-    """A function of both models in evaluation mode. What the unpatched model refuses, the check does not run."""
+    """A function of both models in evaluation mode. What the unpatched model refuses, the check does not
+    run."""
     results = []
     for model in (plain, patched):
         model.eval()
@@ -116,7 +118,8 @@ def unpatch(plain, patched, model_type, class_name):
 
 
 def bfloat16(plain, patched, model_type, class_name):
-    """Both models in bfloat16 against float32: the error of the patched one is at most twice that of the other."""
+    """Both models in bfloat16 against float32: the error of the patched one is at most twice the error of the
+    other."""
     narrow = [copied(model).to(torch.bfloat16) for model in (plain, patched)]
     found = [_bfloat16_difference(plain, narrow, batch_for(plain, seed=seed)) for seed in range(3)]
     # A rounding may send a token to another expert, in either model, but not in every batch.
@@ -125,7 +128,7 @@ def bfloat16(plain, patched, model_type, class_name):
 
 
 def _bfloat16_difference(exact_model, narrow, batch):
-    """What is wrong with two bfloat16 models (plain, patched) beside a float32 one; None if all is well."""
+    """What is wrong with two bfloat16 models (plain, patched) vs. a float32 one; None if all is well."""
     errors: list[tuple[float, float]] = []
     try:
         exact_loss, exact = step(exact_model, batch)

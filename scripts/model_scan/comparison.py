@@ -60,7 +60,8 @@ def step(
 
 
 def compare(actual: Any, expected: Any, factor: float = 1.0) -> None:
-    """Raises :class:`Differs` if two results of :func:`step` differ by more than ``factor`` times the tolerances."""
+    """Raises :class:`Differs` if two results of :func:`step` differ by more than ``factor`` times the
+    tolerances."""
     (loss, grads), (expected_loss, expected_grads) = actual, expected
     if not torch.allclose(loss.double(), expected_loss.double(), LOSS_TOLERANCE * factor, 0, equal_nan=True):
         raise Differs(f"the loss is {loss.item():.8g}, not {expected_loss.item():.8g}")
@@ -103,11 +104,11 @@ def both(
 
 
 def _as_near_to_float64(plain, batch, seed, actual, expected, factor):
-    """Whether a result is at most three times as far from float64 as the unpatched model's results, and the loss within
-    ``factor`` times its tolerance.
+    """True if a result is at most three times as far from float64 as the unpatched model's results, and the
+    loss within ``factor`` times its tolerance.
 
-    Some models amplify every rounding, so that two correct results differ. How much shows in the unpatched model with
-    weights that differ by one rounding: its own single result may be near to float64 by luck.
+    Some models amplify every rounding, so that two correct results differ. How much shows in the unpatched
+    model with weights that differ by one rounding: its own single result may be near to float64 by luck.
     """
     wide = copied(plain).double()
     if hasattr(wide, "set_experts_implementation"):

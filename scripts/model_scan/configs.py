@@ -1,7 +1,8 @@
-"""Tiny configurations of any model type: the defaults of its configuration class with every size replaced by name.
+"""Tiny configurations of any model type: the defaults of its configuration class with every size replaced by
+name.
 
-A name of a size has the same value in all sub-configurations, so that the output of a vision tower fits its text model.
-Types whose sizes depend on each other in another way have an entry in ``overrides.py``.
+A name of a size has the same value in all sub-configurations, so that the output of a vision tower fits its
+text model. Types whose sizes depend on each other in another way have an entry in ``overrides.py``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ _SPECIAL = (
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """A configuration of this type with about 100,000 parameters. Raises what its class raises on a bad value."""
+    """A configuration of this type with about 100,000 parameters. Raises what its class raises on a bad
+    value."""
     return shrink(CONFIG_MAPPING[model_type](), OVERRIDES.get(model_type, {}))
 
 
@@ -139,7 +141,8 @@ def shrink(config: PretrainedConfig, sizes: dict[str, Any]) -> PretrainedConfig:
 
 
 def _match_heads(defaults, values):
-    """Multi-head latent attention: as many key heads as heads, and a rotary embedding of the rotated part alone."""
+    """Multi-head latent attention: as many key heads as heads, and a rotary embedding of the rotated part
+    alone."""
     if "kv_lora_rank" in values and defaults.get("num_key_value_heads") == defaults.get(
         "num_attention_heads"
     ):

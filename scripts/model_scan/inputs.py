@@ -13,14 +13,15 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .configs import FIRST_SPECIAL
 
-# What configuration classes, constructors and forwards of transformers raise for sizes or inputs that do not fit.
+# What configuration classes, constructors and forwards of transformers raise for sizes or inputs that do not
+# fit.
 ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
     StopIteration, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 
 ROWS, TOKENS = 2, 12
-MOST_IMAGE_TOKENS = 96
+MAX_IMAGE_TOKENS = 96
 FIRST_TOKEN, LAST_TOKEN = 4, 270
 
 
@@ -45,7 +46,8 @@ def batch_for(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> dic
 
 
 def text_batch(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> dict[str, Any]:
-    """input_ids, labels of which some are ignored, and, if ``padded``, a mask that pads the second row on the right."""
+    """input_ids, labels of which some are ignored, and, if ``padded``, a mask that pads the second row on the
+    right."""
     generator = torch.Generator().manual_seed(3 + seed)
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TOKENS), generator=generator)
     labels = ids.clone()
@@ -210,7 +212,7 @@ def _with_image_tokens(model, batch):
     rows, tried = [0, 1, 4, 16, 17, 2, 8, 20, 9, 25, 5, 64], set()
     while rows:
         count = rows.pop(0)
-        if count in tried or count > MOST_IMAGE_TOKENS:
+        if count in tried or count > MAX_IMAGE_TOKENS:
             continue
         tried.add(count)
         candidate = _insert(batch, token, count)

@@ -32,7 +32,8 @@ class NotBuilt(Exception):
 
 
 def model_classes() -> list[tuple[str, str]]:
-    """(model type, class name) of every causal, image-text, encoder-decoder, masked and speech model, sorted."""
+    """(model type, class name) of every causal, image-text, encoder-decoder, masked and speech model,
+    sorted."""
     found = set()
     for mapping in _MAPPINGS:
         for model_type, names in mapping.items():

@@ -1,4 +1,5 @@
-"""The report of one model class: replaced modules, the results of the checks, and whether the loss is fused."""
+"""The report of one model class: replaced modules, the results of the checks, and whether the loss is
+fused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .models import NotBuilt, build
 
 
 def fused_loss(patched: nn.Module) -> bool:
-    """Whether a step of the model computes its loss in the head."""
+    """True if a step of the model computes its loss in the head."""
     calls, before, batch = [], loss_call.fused_linear_ce, batch_for(patched)
 
     def counted(*args, **kwargs):

@@ -1,7 +1,8 @@
 """Runs the checks of many model classes, each in a process of its own with a time limit and a memory limit.
 
-These processes are forks of a server, which has imported transformers. The server is a new process without GPUs:
-autograd fails in a fork of a process that has run a backward on a machine with a GPU, even one of CPU tensors.
+These processes are forks of a server, which has imported transformers. The server is a new process without
+GPUs: autograd fails in a fork of a process that has run a backward on a machine with a GPU, even one of CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import transformers
 from .checks import CHECKS
 from .report import run
 
-# Bytes that one process may allocate. Not of address space, of which the libraries of a CUDA build of torch take most.
+# Bytes that one process may allocate. Not of address space, of which the libraries of a CUDA build of torch
+# take most.
 MEMORY = 8 << 30
 
 
@@ -90,7 +92,8 @@ def _serve(descriptor: int) -> None:
 
 
 def _run_all(classes, jobs, limit_s, checks, send) -> None:
-    """Forks a process per class, at most ``jobs`` at a time, and sends the reports in the order in which they end."""
+    """Forks a process per class, at most ``jobs`` at a time, and sends the reports in the order in which they
+    end."""
     context = multiprocessing.get_context("fork")
     waiting, running = iter(dict.fromkeys(classes)), dict[Any, Any]()
     _fill(waiting, running, jobs, context, checks)

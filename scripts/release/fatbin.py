@@ -1,7 +1,8 @@
 """Size of the GPU code of a library, per architecture:  python scripts/release/fatbin.py libliger_cuda.so
 
-The section .nv_fatbin is a sequence of containers, one per source file. Each has a header and entries: machine code or
-PTX for one architecture, usually compressed. The layout is not documented by NVIDIA; an unknown one is an error.
+The section .nv_fatbin is a sequence of containers, one per source file. Each has a header and entries:
+machine code or PTX for one architecture, usually compressed. The layout is not documented by NVIDIA; an
+unknown one is an error.
 """
 
 import struct

@@ -1,11 +1,11 @@
 """Registers and stack of every kernel of libliger_cuda.so, compared with the recorded ones.
 
-    python scripts/release/kernels.py libliger_cuda.so             compares; exit code 1 if a kernel needs more
-    python scripts/release/kernels.py --record libliger_cuda.so    records the architectures of this library
+    python scripts/release/kernels.py libliger_cuda.so            compares; exit code 1 if a kernel needs more
+    python scripts/release/kernels.py --record libliger_cuda.so   records the architectures of this library
 
-The stack of a kernel is its spills and its local arrays, in bytes per thread. One row of kernel_resources.tsv has the
-instantiations of one kernel template for one architecture: their number, the most registers, the largest stack, and the
-sum of their stacks. Needs cuobjdump, of the CUDA toolkit or of triton, and c++filt.
+The stack of a kernel is its spills and its local arrays, in bytes per thread. One row of kernel_resources.tsv
+has the instantiations of one kernel template for one architecture: their number, the maximum registers, the
+largest stack, and the sum of their stacks. Needs cuobjdump, of the CUDA toolkit or of triton, and c++filt.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def template_name(demangled):
 
 
 def parse(dump):
-    """{(kernel template, architecture): Resources} of the demangled output of cuobjdump --dump-resource-usage."""
+    """{(kernel template, architecture): Resources} of the demangled output of cuobjdump
+    --dump-resource-usage."""
     found = defaultdict(Resources)
     arch = kernel = None
     for line in dump.splitlines():

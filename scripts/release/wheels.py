@@ -1,4 +1,5 @@
-"""What release_check.py examines in a wheel: tag, bill of materials, libraries, and equality with a second build."""
+"""What release_check.py examines in a wheel: tag, bill of materials, libraries, and equality with a second
+build."""
 
 import hashlib
 import json
@@ -78,7 +79,8 @@ def require_bill_of_materials(wheel, version, cuda):
 
 
 def require_stable_abi(library):
-    """The oldest torch that has every symbol of a library; Failure if it is newer than the one that is supported."""
+    """The oldest torch that has every symbol of a library; Failure if it is newer than the one that is
+    supported."""
     from torch_abi_audit import inspect_extension
 
     verdict = inspect_extension(Path(library)).torch

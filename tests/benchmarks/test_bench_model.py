@@ -1,4 +1,5 @@
-"""The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as such."""
+"""The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as
+such."""
 
 import importlib.machinery
 import json
@@ -156,7 +157,7 @@ def test_optimizers(fake_bitsandbytes, capsys):
 
 
 def test_no_gradient_is_left_by_steps_in_the_backward():
-    """The parameters are those of one optimizer of all of them."""
+    """One optimizer has the parameters of all of them."""
     after = []
     for name in ("adamw", "in-backward"):
         (made,) = model_contestants.with_optimizers([contestant("plain")], [name])

@@ -1,5 +1,5 @@
-"""``bench_model --own-processes`` and ``--ranks``: a contestant in processes of its own, and the driver that resumes,
-limits and compares."""
+"""``bench_model --own-processes`` and ``--ranks``: a contestant in processes of its own, and the driver that
+resumes, limits and compares."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def ok(loss, group="ours", ms=10.0):
 
 @pytest.fixture
 def drive(monkeypatch, tmp_path):
-    """Runs ``--ranks 2`` with ``results`` {contestant: record, or None for one that is cut off}; returns the exit code,
-    the rows and the names that were started."""
+    """Runs ``--ranks 2`` with ``results`` {contestant: record, or None for one that is cut off}; returns the
+    exit code, the rows and the names that were started."""
     path = tmp_path / "ranks.json"
 
     def run(results, *arguments, shapes=("2x16",)):

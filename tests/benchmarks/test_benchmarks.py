@@ -22,7 +22,7 @@ def double(t):
     return t["x"] * 2
 
 
-# --- the whole suite, tiny ----------------------------------------------------------------------------------------
+# --- the whole suite, tiny ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(
@@ -97,7 +97,7 @@ def test_report_is_written_again_from_a_result_file(results):
     assert path.with_suffix(".md").read_text() == before
 
 
-# --- pieces of the benchmarks -------------------------------------------------------------------------------------
+# --- pieces of the benchmarks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from liger_bench.harness import Options
 
 ROOT = Path(__file__).parents[2]
 
-# --- verdict ------------------------------------------------------------------------------------------------------
+# --- verdict ------------------------------------------------------------------------------------------------
 
 
 def record_of(**providers):
@@ -61,7 +61,7 @@ def test_the_fastest_peer_is_the_fastest_right_one():
     assert (line["baseline"], line["faster"], line["wins"]) == ("base", True, False)
 
 
-# --- targets ------------------------------------------------------------------------------------------------------
+# --- targets ------------------------------------------------------------------------------------------------
 
 
 def test_targets_are_of_rows_that_exist():
@@ -148,7 +148,7 @@ def test_a_target_that_cannot_be_told_or_was_not_measured():
     assert "## Targets: 1 of 2 met" in text and "| a row | >= 1 TB/s | mine | 2 TB/s | **yes** |" in text
 
 
-# --- the command --------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_copy_without_history_has_no_commit(monkeypatch, tmp_path):
     assert facts["commit"] is None and facts["modified"] is None
 
 
-# --- how it starts --------------------------------------------------------------------------------------------------
+# --- how it starts ------------------------------------------------------------------------------------------
 
 
 def test_run_py_is_the_command():

@@ -1,4 +1,5 @@
-"""The experiments run end to end in tiny sizes on the CPU; their driver resumes, infers, and records every failure."""
+"""The experiments run end to end in tiny sizes on the CPU; their driver resumes, infers, and records every
+failure."""
 
 import importlib
 import json
@@ -126,7 +127,7 @@ def test_every_part_of_the_ablation_is_in_a_set():
     assert not options["rope"] and not options["fused_linear_cross_entropy"]
 
 
-# --- the driver -------------------------------------------------------------------------------------------------
+# --- the driver ---------------------------------------------------------------------------------------------
 
 
 def fake(monkeypatch, measure, cells):

@@ -1,4 +1,5 @@
-"""The heads of packages that are loaded without what the packages need, and results of several runs as one."""
+"""The heads of packages that are loaded without what the packages need, and results of several runs as
+one."""
 
 import importlib.util
 import json
@@ -116,7 +117,7 @@ def test_heads_of_the_wheels(modules, peer, options):
         torch.testing.assert_close(head_peers.unsloth_logprobs(t, 0.7), logp)
 
 
-# --- a few rows at a time -----------------------------------------------------------------------------------------
+# --- a few rows at a time -----------------------------------------------------------------------------------
 
 
 def test_a_peer_that_fails_in_any_way_does_not_end_the_run():

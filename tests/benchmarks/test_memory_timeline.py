@@ -119,7 +119,8 @@ def test_a_long_timeline_keeps_its_peak():
 def test_steps_of_a_model(device, fused):
     """Gradients reach the size of the weights; the patched loss needs less memory than the logits did.
 
-    On a GPU a fused optimizer allocates nothing, so the first event of its phase is the release of a gradient.
+    On a GPU a fused optimizer allocates nothing, so the first event of its phase is the release of a
+    gradient.
     """
     import liger
 

@@ -56,7 +56,7 @@ def with_ranks(result, path, ranks):
 
 
 def test_two_ranks(result, tmp_path):
-    """Tokens are those of both ranks, memory is that of one."""
+    """Tokens are counted on both ranks, memory on one."""
     found = json.loads(with_ranks(result, tmp_path / "ranks.json", 2).read_text())
     points = model_curve.points([found], (4, 16))
     assert [(gib, speed) for gib, speed, _ in points["ours"]] == [(6, 8.0), (7, 6.4), (8, 12.8)]

@@ -1,4 +1,5 @@
-"""What the pictures of benchmark results show: bars, their scale, the message, and the run that a row is from."""
+"""What the pictures of benchmark results show: bars, their scale, the message, and the run that a row is
+from."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""E13, loss curves of every setting: its yardsticks, its report, and settings that train in a way of their own."""
+"""E13, loss curves of every setting: its yardsticks, its report, and settings that train in a way of their
+own."""
 
 import math
 

@@ -75,7 +75,8 @@ def qlora(model_type, bits, order=None, device="cpu", targets=None, options=(), 
 
 
 def assert_same(ours, theirs, model_type, device="cpu", bits=4):
-    """Training, generation and merging of two models; the layers of the CPU train only before they evaluate."""
+    """Training, generation and merging of two models; the layers of the CPU train only before they
+    evaluate."""
     given = inputs_of(model_type, device)
     if bits == 8 and device == "cuda":
         # Activations are rounded to 8 bits, where a rounding may become a whole step.
@@ -87,7 +88,8 @@ def assert_same(ours, theirs, model_type, device="cpu", bits=4):
         assert_same_training(ours, theirs, given)
         assert_same_generation(ours, theirs, given)
         merged = [model.merge_and_unload() for model in (ours, theirs)]
-        # In evaluation, layers of 8 bits round activations to 8 bits, where a rounding may become a whole step.
+        # In evaluation, layers of 8 bits round activations to 8 bits, where a rounding may become a whole
+        # step.
         bound = 1e-3 if bits == 8 else 1e-5
         torch.testing.assert_close(*(loss_of(m, given) for m in merged), rtol=bound, atol=0)
     liger.unpatch(ours)
@@ -223,7 +225,8 @@ def test_dequantize_keeps_the_patch():
 
 
 def test_norms_in_float32_beside_bfloat16():
-    """prepare_model_for_kbit_training casts norms and head to float32; quantised layers compute in bfloat16."""
+    """prepare_model_for_kbit_training casts norms and head to float32; quantised layers compute in
+    bfloat16."""
 
     def make(dtype, patch):
         model = transformers.LlamaForCausalLM.from_pretrained(

@@ -1,4 +1,5 @@
-"""Gradient checkpointing of both kinds, selective checkpointing, and saved tensors that are moved to the CPU."""
+"""Gradient checkpointing of both kinds, selective checkpointing, and saved tensors that are moved to the
+CPU."""
 
 import functools
 
@@ -119,7 +120,8 @@ def test_checkpoint_around_the_model(use_reentrant):
 
 
 def test_checkpoint_around_the_backbone():
-    """The embedding is recomputed outside the call of the model, in which it shares a weight with the head."""
+    """The embedding is recomputed outside the call of the model, in which it shares a weight with the
+    head."""
     results = []
     for patched in (True, False):
         model = tiny("llama", tie_word_embeddings=True)

@@ -1,4 +1,5 @@
-"""Models that accelerate spreads over devices: its hooks load offloaded weights, and move inputs between devices."""
+"""Models that accelerate spreads over devices: its hooks load offloaded weights, and move inputs between
+devices."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ TEXTS = types("qwen3", "gemma3_text", "mixtral")
 
 
 def parts_of(model):
-    """The names of the modules that a device map places: the layers of the language model, and what is beside them."""
+    """The names of the modules that a device map places: the layers of the language model, and what is beside
+    them."""
     layers = next(n for n, m in model.named_modules() if n.endswith("layers") and "vision" not in n)
     found, parent = [f"{layers}.0", f"{layers}.1"], layers.rpartition(".")[0]
     for prefix in (*(parent.split(".")[:n] for n in range(parent.count(".") + 2)),):
@@ -227,7 +229,7 @@ def test_patched_without_weights():
     assert_same_training(ours.train(), plain, inputs_of("qwen3"))
 
 
-# --- on GPUs --------------------------------------------------------------------------------------------------------
+# --- on GPUs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -253,8 +255,8 @@ def test_weights_offloaded_to_the_cpu(model_type, part, order, tmp_path):
 def test_two_gpus(model_type, order, tmp_path):
     """Inputs and labels are on the first GPU, the last layer and the head on the second.
 
-    A tied head is on the first, as in a map of accelerate: it ties the two again after it has moved them, so they have
-    one device, and the hook of the embedding must send the tokens there.
+    A tied head is on the first, as in a map of accelerate: it ties the two again after it has moved them, so
+    they have one device, and the hook of the embedding must send the tokens there.
     """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -48,7 +48,8 @@ class InBackward:
 
 
 def train(model, given, most=1):
-    """(losses, names of the parameters that made a step, in order of their names); each makes one in each backward.
+    """(losses, names of the parameters that made a step, in order of their names); each makes one in each
+    backward.
 
     ``most``: gradients that may exist at a time.
     """
@@ -109,8 +110,8 @@ def test_recomputed_activations(model_type, options, device):
     "model_type, where", [("qwen3", "grad"), ("qwen3", "main_grad"), ("gemma3_text", "grad")]
 )
 def test_accumulate_grad_weight(model_type, where, device):
-    """The gradient of the lm_head is the sum that the backward adds to. That of a tied weight is complete with the
-    gradient of the embedding, the last of the backward."""
+    """The gradient of the lm_head is the sum that the backward adds to. That of a tied weight is complete
+    with the gradient of the embedding, the last of the backward."""
 
     def change(model):
         weight = model.get_output_embeddings().weight

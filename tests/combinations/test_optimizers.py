@@ -1,4 +1,5 @@
-"""Optimizers of other packages: 8-bit Adam of bitsandbytes and torchao, GaLore; by themselves and in the Trainer."""
+"""Optimizers of other packages: 8-bit Adam of bitsandbytes and torchao, GaLore; by themselves and in the
+Trainer."""
 
 import contextlib
 
@@ -20,13 +21,13 @@ from combinations import (  # noqa: E402
 )
 from trainer_runs import train  # noqa: E402
 
-# By default Adam makes whole steps of gradients that are rounding alone. A large eps makes its steps proportional to
-# the gradients; states of 8 and 4 bits still amplify roundings where these change a bit.
+# By default Adam makes whole steps of gradients that are rounding alone. A large eps makes its steps
+# proportional to the gradients; states of 8 and 4 bits still amplify roundings where these change a bit.
 EPS = 1e-3
 BOUND = 0.02
-# The projection of GaLore depends on singular vectors, which roundings rotate where singular values are close to each
-# other. With every direction kept, one projection and an eps that makes Adam linear, the result does not depend on
-# them. The Trainer does not pass eps on to GaLore.
+# The projection of GaLore depends on singular vectors, which roundings rotate where singular values are close
+# to each other. With every direction kept, one projection and an eps that makes Adam linear, the result does
+# not depend on them. The Trainer does not pass eps on to GaLore.
 RANK, LINEAR_EPS, LINEAR_LR = 64, 1.0, 0.1
 
 

@@ -128,7 +128,7 @@ def test_tiled_mlps_of_dora_layers():
     assert_same_training(ours, theirs, inputs_of("llama"))
 
 
-# --- the head after patching ----------------------------------------------------------------------------------------
+# --- the head after patching --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,4 +1,5 @@
-"""Where losses of liger_kernel.chunked_loss have another meaning than those of liger.losses, and what is not taken."""
+"""Where losses of liger_kernel.chunked_loss have another meaning than losses of liger.losses, and what is not
+taken."""
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def gradients(loss):
     return torch.autograd.grad(loss, (HIDDEN_STATES, WEIGHT), retain_graph=True)
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_label_smoothing_of_dpo(loss_type, smoothed):
         torch.testing.assert_close(losses[0], -F.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean())
 
 
-# --- GRPO ---------------------------------------------------------------------------------------------------------
+# --- GRPO ---------------------------------------------------------------------------------------------------
 
 
 def grpo(reference=REF, **options):
@@ -100,7 +101,7 @@ def test_luspo_leaves_padding_out(level):
     torch.testing.assert_close(gradients(loss), gradients(expected), rtol=1e-4, atol=1e-5)
 
 
-# --- distillation -------------------------------------------------------------------------------------------------
+# --- distillation -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])

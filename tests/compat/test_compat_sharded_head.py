@@ -1,4 +1,5 @@
-"""LigerFusedLinearScaledCrossEntropyTPFunction as verl calls it, on two processes that share the vocabulary."""
+"""LigerFusedLinearScaledCrossEntropyTPFunction as verl calls it, on two processes that share the
+vocabulary."""
 
 import torch
 from processes import needs_gloo, on_processes, part_of

@@ -1,6 +1,6 @@
 """The statements by which released projects import liger_kernel run.
 
-import_statements.txt has those of the wheels that its headings name, without duplicates.
+import_statements.txt has the statements of the wheels that its headings name, without duplicates.
 """
 
 import importlib.util

@@ -17,7 +17,7 @@ HIDING = ROOT / "tests/support/processes/without_liger_kernel"
 
 
 def another_is_installed():
-    """Whether a liger_kernel of another project is installed; it must not decide what these tests see."""
+    """True if a liger_kernel of another project is installed; it must not decide what these tests see."""
     spec = importlib.util.find_spec("liger_kernel")
     return (
         spec is not None and spec.origin is not None and not Path(spec.origin).with_name("LIGER_OPS").exists()

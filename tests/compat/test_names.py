@@ -1,4 +1,5 @@
-"""Every name of the table resolves, and every callable gives the numbers of plain torch, with their gradients."""
+"""Every name of the table resolves, and every callable gives the numbers of plain torch, with their
+gradients."""
 
 import importlib
 
@@ -51,7 +52,8 @@ def test_numbers_and_gradients_are_those_of_torch(source, name):
 
 
 def test_the_classes_of_the_root_are_those_of_the_modules():
-    """``from liger_kernel.transformers import X`` and ``from liger_kernel.transformers.x import X`` are one class."""
+    """``from liger_kernel.transformers import X`` and ``from liger_kernel.transformers.x import X`` are one
+    class."""
     from liger_kernel.transformers import LigerRMSNorm, functional
     from liger_kernel.transformers.functional import liger_cross_entropy
     from liger_kernel.transformers.rms_norm import LigerRMSNorm as same

@@ -28,7 +28,7 @@ def exists(module, name):
 
 
 def is_missing(module, name=None):
-    """Whether a module or a name of it is missing. An optional package may be missing as well."""
+    """True if a module or a name of it is missing. An optional package may be missing as well."""
     source = MODULES.get(module, {}).get(name, "")
     try:
         exec(f"import {module}" if name is None else f"from {module} import {name}", {})

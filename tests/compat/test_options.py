@@ -115,12 +115,12 @@ def test_the_modules_are_those_of_liger_patch(make, options):
     assert recipes(make(**options)) == recipes(liger.patch(tiny_models.make("llama"), **options))
 
 
-# --- arguments of the model ---------------------------------------------------------------------------------------
+# --- arguments of the model ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_shift_labels_without_labels(training):
-    """The loss; a model that liger.patch has patched returns none, as that of transformers."""
+    """The loss; a model that liger.patch has patched returns none, as transformers' model does."""
     batch = tiny_models.batch()
     ids = batch["input_ids"]
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]

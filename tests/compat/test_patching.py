@@ -135,7 +135,8 @@ LINEAR_ATTENTION = {
     ],
 )
 def test_parts_that_an_option_switches(family, settings, option, parts):
-    """The parts are those of the option, of one model and of later ones, and without it all others are patched."""
+    """The parts come from the option, of one model and of later ones, and without it all others are
+    patched."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if not hasattr(transformers, f"{family}ForCausalLM"):
@@ -252,7 +253,7 @@ def test_the_auto_class_loads_adapters(tmp_path):
     assert_same_step(patched, plain)
 
 
-# --- single modules -----------------------------------------------------------------------------------------------
+# --- single modules -----------------------------------------------------------------------------------------
 
 
 class Norm(nn.Module):

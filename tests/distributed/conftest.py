@@ -1,9 +1,11 @@
-"""Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with gloo.
+"""Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with
+gloo.
 
-There are two ranks, or as many as ``RANKS`` of a file says. Under ``torchrun --nproc-per-node 2 -m pytest
-tests/distributed`` each process is a rank and runs the files for that number of ranks. In plain pytest the ranks of a
-file are started once, when its first test is due; each test then passes if it did on all ranks. So a time limit for a
-test is one for its file, and pytest-xdist needs ``--dist loadfile``.
+There are two ranks, or as many as ``RANKS`` of a file says. Under
+``torchrun --nproc-per-node 2 -m pytest tests/distributed`` each process is a rank and runs the files for that
+number of ranks. In plain pytest the ranks of a file are started once, when its first test is due; each test
+then passes if it did on all ranks. So a time limit for a test is one for its file, and pytest-xdist needs
+``--dist loadfile``.
 """
 
 import json
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 HERE = Path(__file__).parent
 # Every failure in a file costs a new set of ranks for the tests behind it.
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 _outcomes = {}
 
 
@@ -64,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem):
     if this not in _outcomes:
         of_file = [i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path]
         failed = [n for n in of_file if any(o == "failed" for o, _ in _outcomes.get(n, ()))]
-        if len(failed) >= MOST_FAILURES:
+        if len(failed) >= MAX_FAILURES:
             pytest.fail(f"not run: {len(failed)} tests of this file have failed", pytrace=False)
         left = of_file[of_file.index(this) :]
         _outcomes.update(launch.run(left, pyfuncitem.config.rootpath, world))

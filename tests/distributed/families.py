@@ -1,7 +1,8 @@
 """Tiny Hugging Face models of several families, their batches on each rank, and some steps of training.
 
-A test trains a model twice under the same wrapper, patched and not patched, and a float64 copy in one process. Loss,
-gradients and weights of the patched model must be as near to float64 as those of the model that is not patched.
+A test trains a model twice under the same wrapper, patched and not patched, and a float64 copy in one
+process. Loss, gradients and weights of the patched model must be as near to float64 as in the model
+that is not patched.
 """
 
 import copy
@@ -21,12 +22,12 @@ LENGTHS = (13, 9)
 # Ranks with a batch of their own. More ranks than that share one: tensor parallelism.
 DATA_RANKS = len(LENGTHS)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
-# Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share
-# of the largest tensor of a kind.
+# Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to,
+# as a share of the largest tensor of a kind.
 FLOOR, LEAST = 2, 1e-4
-# The same for float32 on GPUs, where reductions across warps and split-K GEMMs change the order of every sum. A
-# gradient of the first layer follows about 16 of them: two layers, forward and backward, of GEMMs, norms and attention.
-# Their roundings are independent, so they add up to the square root of that number.
+# The same for float32 on GPUs, where reductions across warps and split-K GEMMs change the order of every sum.
+# A gradient of the first layer follows about 16 of them: two layers, forward and backward, of GEMMs, norms
+# and attention. Their roundings are independent, so they add up to the square root of that number.
 FLOOR_OF_GPU = 4
 
 _TEXT = {
@@ -46,7 +47,8 @@ _COMMON = {"rope": 2, "fused_add_rms_norm": 2, "fused_linear_cross_entropy": 1}
 
 
 class Family(NamedTuple):
-    """``model`` and ``config``: classes of transformers; ``parts``: {kind: count} of what a patch replaces."""
+    """``model`` and ``config``: classes of transformers; ``parts``: {kind: count} of what a patch
+    replaces."""
 
     model: str
     config: str
@@ -98,8 +100,8 @@ ALL = {**FAMILIES, **HYBRID, **LLAMA}
 def make(name, tied=None, device=ranks.DEVICE, **options):
     """The model of a family in training mode, float32, with the same weights for the same arguments.
 
-    ``tied``: the lm_head has the weight of the embedding; None: as in the configuration of the family. ``options``: of
-    that configuration.
+    ``tied``: the lm_head has the weight of the embedding; None: as in the configuration of the family.
+    ``options``: of that configuration.
     """
     family = ALL[name]
     settings = {**_TEXT, **family.options, **options}
@@ -135,12 +137,13 @@ def fill(model, experts):
 
 
 def batch(name, step, rank, ignored=False, images=True):
-    """The inputs of a rank at a step. Rows and lengths differ between ranks, and labels are ignored in part or all."""
+    """The inputs of a rank at a step. Rows and lengths differ between ranks, and labels are ignored in part
+    or all."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
     if ALL[name].experts:
-        # Tokens of rank 1 choose four of eight experts, those of rank 0 choose all but one.
+        # Tokens of rank 1 choose four of eight experts, tokens of rank 0 choose all but one.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
     labels[0, : 2 + step + 2 * rank] = -100
@@ -163,8 +166,8 @@ def batch(name, step, rank, ignored=False, images=True):
 def batches(name, steps=3, ignored_rank=None, text_rank=None, **keywords):
     """``[{inputs of rank 0}, {of rank 1}]`` of every step.
 
-    Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid label,
-    ``text_rank`` no image; ``keywords``: of every call of the model.
+    Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid
+    label, ``text_rank`` no image; ``keywords``: of every call of the model.
     """
     found = []
     for step in range(steps):
@@ -195,7 +198,8 @@ def optimizer_of(model):
 
 
 class Result(NamedTuple):
-    """The losses of all steps, the gradients of the first and of the last step, and how the weights have changed."""
+    """The losses of all steps, the gradients of the first and of the last step, and how the weights have
+    changed."""
 
     losses: dict
     first: dict
@@ -252,10 +256,11 @@ def exactly(model, steps):
 
 
 def assert_as_exact(ours, theirs, exact, dtype=torch.float32):
-    """Losses, gradients and changes of weights are as near to float64 as those of the model that is not patched.
+    """Losses, gradients and changes of weights are as near to float64 as in the model that is not
+    patched.
 
-    A tensor of ``ours`` may err three times as much as the same tensor of ``theirs``, or as the median tensor of its
-    kind. Where the one model has no gradient, neither has the other.
+    A tensor of ``ours`` may err three times as much as the same tensor of ``theirs``, or as the median tensor
+    of its kind. Where the one model has no gradient, neither has the other.
     """
     wrong = []
     for kind in Result._fields:
@@ -273,7 +278,8 @@ def _errors(ours, theirs, exact, dtype):
     names = [name for name in ours if None not in (ours[name], theirs[name])]
     if not names:
         return
-    # A gradient that float64 alone knows to be zero, such as that of the bias of keys, is compared with the others.
+    # A gradient that float64 alone knows to be zero, such as the gradient of the bias of keys, is compared
+    # with the others.
     goals = {name: theirs[name].new_zeros(()) if exact[name] is None else exact[name] for name in names}
     least = LEAST * max(goal.abs().max().item() for goal in goals.values())
 
@@ -292,7 +298,7 @@ def _errors(ours, theirs, exact, dtype):
 
 
 def patched(model, name, parts=None, **options):
-    """Patches a model; ``parts``: counts that differ from those of the family, because of the options."""
+    """Patches a model; ``parts``: counts that differ from the family's, because of the options."""
     liger.patch(model, **options)
     assert_patched(model, name, parts)
     return model
@@ -309,7 +315,8 @@ def assert_patched(model, name, parts=None):
 
 
 class Choices:
-    """How many tokens each expert of a model got in the last call; ``idle`` is whether some expert got none."""
+    """How many tokens each expert of a model got in the last call; ``idle`` is whether some expert got
+    none."""
 
     def __init__(self, model):
         self.indices = []

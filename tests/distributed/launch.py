@@ -12,8 +12,8 @@ from pathlib import Path
 from ranks import PATIENCE
 
 REPORT = "LIGER_TEST_REPORT"
-# Seconds for the tests of a file with few tests, for each test of a file with many, and for the other ranks after one
-# has failed: they may wait for it in vain.
+# Seconds for the tests of a file with few tests, for each test of a file with many, and for the other ranks
+# after one has failed: they may wait for it in vain.
 FILE_TIMEOUT, TEST_TIMEOUT, STRAGGLER_TIMEOUT = 300, 7, 15
 
 
@@ -61,8 +61,8 @@ def _wait(processes, tests):
 def run(node_ids, root, world):
     """Runs the tests on ``world`` new ranks. Returns ``{node id: [(outcome, text) of each rank]}``.
 
-    A test that some rank did not report, because it or an earlier one went wrong, is not there; the first of them is,
-    as failed, with the output of the ranks.
+    A test that some rank did not report, because it or an earlier one went wrong, is not there; the first of
+    them is, as failed, with the output of the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder, port = Path(name), _free_port()

@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 def make(mlp="swiglu", tied=False, device="cpu", dtype=torch.float32):
-    """The same weights for the same arguments; those of the norms are not trivial."""
+    """The same weights for the same arguments; the weights of the norms are not trivial."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = Model(CONFIG, MLPS[mlp], tied)

@@ -7,7 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
-# A rank is started by torchrun, or by conftest.py in the same way; any other process only reports for its ranks.
+# A rank is started by torchrun, or by conftest.py in the same way; any other process only reports for its
+# ranks.
 IS_RANK = "RANK" in os.environ
 # Processes that run a test; a file that needs another number sets RANKS.
 DEFAULT_WORLD, WORLDS = 2, (2, 4)

@@ -30,7 +30,7 @@ def distribute(tensor, *placements):
 
 
 def compare(function, tensors, placements, gathers=False):
-    """Results and gradients of a function of whole tensors against those of distributed ones.
+    """Results and gradients of a function of whole tensors against the same function of distributed ones.
 
     Returns the distributed results and gradients. Unless it ``gathers``, it reduces scalars at most.
     """

@@ -1,4 +1,5 @@
-"""What the tests of the Trainer share: rows of different lengths, its arguments, and the steps that it took."""
+"""What the tests of the Trainer share: rows of different lengths, its arguments, and the steps that it
+took."""
 
 import families
 import ranks

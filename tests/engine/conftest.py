@@ -7,7 +7,8 @@ from logprobs_sm90 import engine_calls
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the engine's log-probability ops in this test: (forward or backward, exponentials are kept)."""
+    """The calls of the engine's log-probability ops in this test: (forward or backward, exponentials are
+    kept)."""
     return engine_calls(monkeypatch)
 
 

@@ -1,4 +1,5 @@
-"""The float16 rule of the wgmma engine, emulated: errors of gradients, and which numbers are rounded to float16."""
+"""The float16 rule of the wgmma engine, emulated: errors of gradients, and which numbers are rounded to
+float16."""
 
 import re
 from pathlib import Path
@@ -16,8 +17,9 @@ SOURCE = Path(__file__).parents[2] / "csrc/lm_head/sm90"
 
 
 def layer(std=2.5, targets="random", confidence=0.0):
-    """x and weight in float16 whose logits have this standard deviation, and targets: random, of a Zipf distribution,
-    or the largest or smallest logits. ``confidence``: by how many nats the target is above the sum of the others."""
+    """x and weight in float16 whose logits have this standard deviation, and targets: random, of a Zipf
+    distribution, or the largest or smallest logits. ``confidence``: by how many nats the target is above the
+    sum of the others."""
     x, weight = torch.randn(ROWS, HIDDEN), torch.randn(CLASSES, HIDDEN) * std / HIDDEN**0.5
     logits = x @ weight.T
     target = {
@@ -38,7 +40,7 @@ def error(actual, expected):
 
 
 def errors(x, weight, target, upstream=None, chunk_rows=CHUNK, temperature=1.0, of_entropy=None):
-    """(errors of both gradients, the emulation); the exact results are not those of the rounded gradients."""
+    """(errors of both gradients, the emulation); the exact results do not use the rounded gradients."""
     upstream = torch.ones(len(x), dtype=torch.float64) if upstream is None else upstream
     result = gradients(x, weight, target, upstream, chunk_rows, temperature, of_entropy)
     grad_input, grad_weight, log_sum = exact_gradients(x, weight, target, upstream, temperature, of_entropy)
@@ -70,8 +72,8 @@ def test_one_and_a_half_roundings(chosen, most_shifted):
 
 @pytest.mark.parametrize("nats, most", [(1.0, 1.9), (3.0, 1.9), (5.0, 2.2), (7.0, 6.0)])
 def test_confident_rows(nats, most):
-    """The gradient of a target with a probability near 1 is a small difference. Its weight gradient had an error of
-    0.24 for 0.999 while the target's exponential was multiplied by a rounded row."""
+    """The gradient of a target with a probability near 1 is a small difference. Its weight gradient had an
+    error of 0.24 for 0.999 while the target's exponential was multiplied by a rounded row."""
     of_input, of_weight, result = errors(*layer(1.0, "zipf", confidence=nats))
     assert max(of_input, of_weight) < most * ONE_ROUNDING
     assert result.shifted == 0
@@ -126,7 +128,7 @@ def test_the_constants_are_those_of_the_kernels():
 
     assert constant("element.cuh", r"kSmallRange<T> \? (\d+) : 0") == float16_rule.OFFSET
     assert constant("element.cuh", r"kLargestSumExponent = (\d+)") == float16_rule.LARGEST_SUM_EXPONENT
-    assert constant("rows/float16_range.cuh", r"kMaxShift = (\d+)") == float16_rule.MOST_SHIFT
+    assert constant("rows/float16_range.cuh", r"kMaxShift = (\d+)") == float16_rule.MAX_SHIFT
     threads = constant("epilogues/common.cuh", r"kRowThreads = (\d+)")
     assert threads // 32 * constant("rows/float16_range.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
     assert constant("sizes.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE
@@ -148,7 +150,7 @@ def test_sums_over_chunks(chunks):
     assert ONE_ROUNDING < error(result.grad_weight, grad_weight) < (1 + chunks / 2) ** 0.5 * ONE_ROUNDING
 
 
-# --- log-probabilities whose gradients arrive after the forward, and entropies --------------------------------------
+# --- log-probabilities whose gradients arrive after the forward, and entropies ------------------------------
 
 # All rows in one chunk, as exponentials are kept; or computed again, in two.
 KEPT = pytest.mark.parametrize("chunk_rows", [ROWS, CHUNK], ids=["kept", "again"])
@@ -187,8 +189,9 @@ def test_temperatures(temperature, chunk_rows):
     ids=str,
 )
 def test_gradients_of_entropies(chosen, logprobs, entropy, chunk_rows):
-    """Three roundings: of the exponentials, whose logarithm has that error too, of the second matrix, and of the scaled
-    rows. Entropies near their maximum have a gradient that is a small difference, so its error is larger."""
+    """Three roundings: of the exponentials, whose logarithm has that error too, of the second matrix, and of
+    the scaled rows. Entropies near their maximum have a gradient that is a small difference, so its error is
+    larger."""
     x, weight, target = layer(**chosen)
     *of_gradients, result = errors(
         x, weight, target, normal(logprobs), chunk_rows, of_entropy=normal(entropy)
@@ -239,7 +242,8 @@ def test_the_second_matrix_would_leave_the_range_without_its_power_of_two():
 
 
 def test_the_bound_of_the_second_matrix():
-    """It is one for every probability beside the target, and at most 2^8 times the largest, but for BOUND_ERROR."""
+    """It is one for every probability beside the target, and at most 2^8 times the largest, but for
+    BOUND_ERROR."""
     target = torch.rand(2000, dtype=torch.float64)
     rest = torch.rand(2000, 64, dtype=torch.float64) ** 8
     p = torch.cat([target[:, None], rest / rest.sum(1, keepdim=True) * (1 - target)[:, None]], 1)

@@ -1,4 +1,5 @@
-"""float16 on the engine of compute capability 9.0: its range rules, against float64 and against the generic engine."""
+"""float16 on the engine of compute capability 9.0: its range rules, against float64 and against the generic
+engine."""
 
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def layer(shape, device, ignored=0.25, scale=1.0):
     return shape.layer(device, ignored, scale, dtype=FLOAT16)
 
 
-# --- shapes and options -------------------------------------------------------------------------------------------
+# --- shapes and options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL_SHAPES)
@@ -101,7 +102,7 @@ def test_metrics(sm90, shape, name):
         assert (actual.double() - wanted).norm() <= gradient_tolerance(wanted, FLOAT16) * wanted.norm()
 
 
-# --- the range of exponentials ------------------------------------------------------------------------------------
+# --- the range of exponentials ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale, least, most", [(1.0, 0.0, 0.0), (2.0, 0.05, 0.5), (4.0, 0.5, 1.0)])
@@ -150,8 +151,8 @@ def test_rows_that_are_shifted_for_their_one_hot_term(sm90, shape):
     if shape is BESIDE:
         check(shape, x, weight, target)
         return
-    # One element of x is most of its row, so it is most of the gradient of the class too: its rounding in every chunk
-    # is not averaged over a row.
+    # One element of x is most of its row, so it is most of the gradient of the class too: its rounding in
+    # every chunk is not averaged over a row.
     _, grads = run(shape, x, weight, target)
     _, expected = exact(x, weight, target)
     errors = [
@@ -182,7 +183,7 @@ def test_confident_rows(sm90, shape, nats):
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
 
 
-# --- the range of scales and gradients ----------------------------------------------------------------------------
+# --- the range of scales and gradients ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1.0, 65536.0, 1e-6])
@@ -205,7 +206,8 @@ def test_loss_scales(sm90, shape, factor):
 
 @KINDS
 def test_rows_of_very_different_weights(sm90, shape):
-    """Gradients of rows are as exact as others where their scales differ by 10^9; ignored rows may be infinite."""
+    """Gradients of rows are as exact as others where their scales differ by 10^9; ignored rows may be
+    infinite."""
     upstream = 10 ** (9 * torch.rand(shape.rows, device=sm90) - 6)
     upstream *= torch.randn(shape.rows, device=sm90).sign()
     x, weight, target = layer(shape, sm90)
@@ -231,7 +233,8 @@ def test_gradients_beyond_float16_are_infinite(sm90, shape):
     _, expected = exact(x, weight, target, upstream=upstream, reduction="none")
     for actual, wanted in zip(grads, expected, strict=True):
         assert not actual.isnan().any() and actual.isinf().any() and actual.isfinite().any()
-        # An element that is small in its row, or the difference of the sums of chunks, has the error of the others.
+        # An element that is small in its row, or the difference of the sums of chunks, has the error of the
+        # others.
         margin = 2e-3 * wanted.abs().max().item()
         assert actual[wanted.abs() > 65520 + margin].isinf().all()
         assert actual[wanted.abs() < 65504 - margin].isfinite().all()
@@ -242,7 +245,8 @@ def test_gradients_beyond_float16_are_infinite(sm90, shape):
 @pytest.mark.parametrize("factor", [1.0, 65536.0, 1e-3])
 @KINDS
 def test_a_factor_after_the_forward(sm90, shape, factor):
-    """The forward rounds the gradients of a mean, of 64 times the loss: a loss scale finds elements of 11 bits."""
+    """The forward rounds the gradients of a mean, of 64 times the loss: a loss scale finds elements of 11
+    bits."""
     x, weight, target = layer(shape, sm90)
     upstream = torch.tensor(factor, device=sm90)
     _, grads = run(shape, x, weight, target, upstream=upstream)
@@ -252,7 +256,7 @@ def test_a_factor_after_the_forward(sm90, shape, factor):
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
 
 
-# --- ignored rows, memory, graphs, the engine ---------------------------------------------------------------------
+# --- ignored rows, memory, graphs, the engine ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.99])

@@ -1,4 +1,5 @@
-"""The engine that fused_linear_ce has for compute capability 9.0: against float64, and against the generic engine."""
+"""The engine that fused_linear_ce has for compute capability 9.0: against float64, and against the generic
+engine."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.gpu
 REDUCTIONS = ["mean", "sum", "none"]
 
 
-# --- values and gradients -----------------------------------------------------------------------------------------
+# --- values and gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -84,7 +85,7 @@ def test_parts_of_a_few_valid_rows(sm90, shape):
     check(shape, *shape.layer(sm90, ignored=0.9))
 
 
-# --- ignored rows -------------------------------------------------------------------------------------------------
+# --- ignored rows -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,13 +148,14 @@ def test_ignored_rows_may_hold_anything(sm90, shape):
     assert_same_bits([run(shape, rows, weight, target) for rows in (x, dirty)])
 
 
-# --- the range of logits ------------------------------------------------------------------------------------------
+# --- the range of logits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
 @KINDS
 def test_sums_beyond_their_range_are_repaired(sm90, shape, share):
-    """Targets more than 41 below the largest logit, in a few tiles of rows or in all: their sums pass 2^60."""
+    """Targets more than 41 below the largest logit, in a few tiles of rows or in all: their sums pass
+    2^60."""
     x, weight, target = shape.layer(sm90, ignored=0.1)
     x[: round(share * shape.rows)] *= 60
     logits = linear(x.double(), weight.double())
@@ -228,7 +230,7 @@ def test_targets_out_of_range_are_nan_as_in_the_generic_engine(sm90, reduction):
         torch.testing.assert_close(actual.nan_to_num(), expected.nan_to_num(), rtol=2e-2, atol=2e-2 * largest)
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------
 
 
 def transposed(tensor):
@@ -286,7 +288,7 @@ def test_the_same_bits_twice_and_inputs_untouched(sm90, name):
         assert torch.equal(tensor, copy)
 
 
-# --- how it runs --------------------------------------------------------------------------------------------------
+# --- how it runs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

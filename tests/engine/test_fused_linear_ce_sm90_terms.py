@@ -87,8 +87,8 @@ def test_large_logits(sm90, shape, softcap, ignored):
     bias = torch.randn(shape.vocab, device=sm90).to(BFLOAT16)
     bias[7], bias[11] = 200.0, -300.0
     chosen = {} if softcap is None else {"softcap": softcap}
-    # The one-hot terms of further rows of a class are rounded with their exponentials, and most of the gradient of
-    # this bias is one-hot terms.
+    # The one-hot terms of further rows of a class are rounded with their exponentials, and most of the
+    # gradient of this bias is one-hot terms.
     check(shape, x, weight, target, bias=bias, loss_tolerance=1e-5, tolerance=4e-3, **chosen)
 
 

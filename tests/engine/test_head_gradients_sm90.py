@@ -162,8 +162,8 @@ def test_hard_targets(sm90, plans):
 )
 @pytest.mark.parametrize("vocab", [2048, 34048])
 def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
-    """Rows that two kernels read, and rows that stay in shared memory; the teacher's logits of the first chunk lie in
-    the memory of the weight's gradient where that is large enough, others come in parts."""
+    """Rows that two kernels read, and rows that stay in shared memory; the teacher's logits of the first
+    chunk lie in the memory of the weight's gradient where that is large enough, others come in parts."""
     rows, hidden = 900, 512
     values = *layers(sm90, rows, hidden, vocab)[:2], *layers(sm90, rows, 128, vocab)[2:]
     target = torch.randint(vocab, (rows,), device=sm90)

@@ -1,4 +1,5 @@
-"""Float16 log-probabilities on compute capability 9.0: metrics, the exponentials that they keep, memory, graphs."""
+"""Float16 log-probabilities on compute capability 9.0: metrics, the exponentials that they keep, memory,
+graphs."""
 
 import math
 
@@ -19,7 +20,7 @@ from liger._core.head import kept_logits
 
 pytestmark = pytest.mark.gpu
 
-# --- metrics ------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 @KEPT
@@ -50,8 +51,8 @@ def test_metrics_of_targets_far_below_the_largest_logit(sm90, shape, gap, recomp
 
 @KEPT
 def test_a_sum_of_squares_beyond_float32(sm90, recompute):
-    """One exponential of 2^59.5 in each of 600 tiles, of no class that is a sample: no tile is computed again, and the
-    sum of squares is 2^128.2."""
+    """One exponential of 2^59.5 in each of 600 tiles, of no class that is a sample: no tile is computed
+    again, and the sum of squares is 2^128.2."""
     shape = Shape(256, 64, 600 * 256)
     x, weight, target = layer(shape, sm90, ignored=0.0)
     x.zero_()
@@ -64,7 +65,7 @@ def test_a_sum_of_squares_beyond_float32(sm90, recompute):
     assert_exact(out, x, weight, target, 1.0)
 
 
-# --- kept exponentials, memory, graphs ----------------------------------------------------------------------------
+# --- kept exponentials, memory, graphs ----------------------------------------------------------------------
 
 
 @ENTROPY

@@ -1,4 +1,5 @@
-"""Exponentials that fused_linear_logprobs keeps on compute capability 9.0: when, how long, and for which callers."""
+"""Exponentials that fused_linear_logprobs keeps on compute capability 9.0: when, how long, and for which
+callers."""
 
 import dataclasses
 
@@ -109,7 +110,7 @@ def test_no_second_derivative(sm90):
         grad.float().sum().backward()
 
 
-# --- the choice, and memory ---------------------------------------------------------------------------------------
+# --- the choice, and memory ---------------------------------------------------------------------------------
 
 # Exponentials of 500 MiB, which the default budget holds; gradients of 16 and 250 MiB.
 LARGE = Shape(4096, 2048, 64000)

@@ -1,5 +1,5 @@
-"""Tiles of 192 classes of the logits GEMM, one per warpgroup: where they end within a panel of 128 classes, and the
-numbers of tiles per block."""
+"""Tiles of 192 classes of the logits GEMM, one per warpgroup: where they end within a panel of 128 classes,
+and the numbers of tiles per block."""
 
 import pytest
 from sm90_engine import BFLOAT16, FLOAT16, MIB, ROWS, Shape, assert_same_bits, check, run
@@ -7,8 +7,8 @@ from sm90_engine import BFLOAT16, FLOAT16, MIB, ROWS, Shape, assert_same_bits, c
 pytestmark = pytest.mark.gpu
 
 TILE = 192
-# Tiles are followed by: nothing, one vector, half a panel, a panel, a panel and a vector. An odd number of tiles ends
-# within a panel.
+# Tiles are followed by: nothing, one vector, half a panel, a panel, a panel and a vector. An odd number of
+# tiles ends within a panel.
 BEYOND = [0, 8, 64, 128, 136]
 DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 PARTIAL = pytest.mark.parametrize("vocab", [TILE * tiles + more for tiles in (6, 7) for more in BEYOND])

@@ -15,8 +15,8 @@ import liger
 pytestmark = pytest.mark.gpu
 
 METRICS = "log_sum_sq_probs", "mean_logits"
-# Relative to the largest logit: the sums of tensor cores are truncated, and an exponential has the absolute error of
-# its exponent.
+# Relative to the largest logit: the sums of tensor cores are truncated, and an exponential has the absolute
+# error of its exponent.
 ERROR = 2e-5
 
 
@@ -86,8 +86,8 @@ def test_the_rest_has_the_same_bits(sm90, shape, recompute):
 @pytest.mark.parametrize("gap", [30.0, 60.0, 300.0])
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "sums"])
 def test_targets_far_below_the_largest_logit(sm90, shape, gap, recompute):
-    """Exponentials relative to the target of e^30 (their squares are 2^87), and rows that are computed again from
-    their maximum."""
+    """Exponentials relative to the target of e^30 (their squares are 2^87), and rows that are computed again
+    from their maximum."""
     x, weight, target = shape.layer(sm90)
     logits = linear(x.float(), weight.float())
     rows = torch.arange(0, shape.rows, 3, device=sm90)
@@ -101,7 +101,8 @@ def test_targets_far_below_the_largest_logit(sm90, shape, gap, recompute):
 
 @KEPT
 def test_a_sum_of_squares_beyond_float32(sm90, recompute):
-    """One exponential of 2^59.5 in each of 600 tiles: no tile is computed again, and the sum of squares is 2^128.2."""
+    """One exponential of 2^59.5 in each of 600 tiles: no tile is computed again, and the sum of squares is
+    2^128.2."""
     shape = Shape(256, 64, 600 * 256)
     x, weight, target = shape.layer(sm90, ignored=0.0)
     x.zero_()

@@ -1,5 +1,5 @@
-"""fused_linear_logprobs in float16 on the engine of compute capability 9.0, with kept exponentials and without: range
-rules and gradients of entropies, against float64."""
+"""fused_linear_logprobs in float16 on the engine of compute capability 9.0, with kept exponentials and
+without: range rules and gradients of entropies, against float64."""
 
 import math
 
@@ -39,7 +39,7 @@ def assert_close(actual, expected, entropy, factor=1.0):
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
 
 
-# --- shapes and options -------------------------------------------------------------------------------------------
+# --- shapes and options -------------------------------------------------------------------------------------
 
 
 @KEPT
@@ -98,7 +98,7 @@ def test_targets_out_of_range(sm90, bad, recompute):
     assert grad_x[live[6:]].isfinite().all() and grad_weight.isnan().any()
 
 
-# --- the range of exponentials ------------------------------------------------------------------------------------
+# --- the range of exponentials ------------------------------------------------------------------------------
 
 
 @KEPT
@@ -130,7 +130,8 @@ def test_sums_beyond_2_to_the_60_are_recomputed(sm90, shape, share, entropy, rec
     found, actual = run(shape, x, weight, target, grads, recompute=recompute)
     logprobs, expected = exact(x, weight, target, grads)
     assert (found.logprobs - logprobs).abs().max() <= ROWS * logprobs.abs().max()
-    # Logits of 60 times the size have 60 times the error, and a softmax that is nearly 0 or 1 a small entropy.
+    # Logits of 60 times the size have 60 times the error, and a softmax that is nearly 0 or 1 a small
+    # entropy.
     assert_close(actual, expected, entropy, 4.0 if entropy else 1.0)
 
 
@@ -138,7 +139,8 @@ def test_sums_beyond_2_to_the_60_are_recomputed(sm90, shape, share, entropy, rec
 @ENTROPY
 @KINDS
 def test_frequent_classes(sm90, shape, entropy, recompute):
-    """The one-hot terms of all rows but the first of a class are in their exponentials, and may be the largest."""
+    """The one-hot terms of all rows but the first of a class are in their exponentials, and may be the
+    largest."""
     x, weight, target = layer(shape, sm90)
     for classes in (3, 1):
         check(
@@ -181,7 +183,8 @@ def test_confident_rows(sm90, shape, nats, which, recompute):
         grads[0].zero_()
     found, actual = run(shape, x, weight, target, grads, recompute=recompute)
     logprobs, expected = exact(x, weight, target, grads)
-    # Logits are sums of products in float32, so log-probabilities near 0 and the gradient have an absolute error.
+    # Logits are sums of products in float32, so log-probabilities near 0 and the gradient have an absolute
+    # error.
     assert (found.logprobs.double() - logprobs).abs().max() < 5e-5
     for name, a, b in zip(("hidden", "weight"), actual, expected, strict=True):
         error = ((a.double() - b).norm() / b.norm()).item()
@@ -189,7 +192,7 @@ def test_confident_rows(sm90, shape, nats, which, recompute):
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
 
 
-# --- the range of scales and gradients ----------------------------------------------------------------------------
+# --- the range of scales and gradients ----------------------------------------------------------------------
 
 
 @KEPT
@@ -209,7 +212,8 @@ def test_loss_scales(sm90, shape, factor, entropy, recompute):
 @pytest.mark.parametrize("name", ["logprobs", "entropies"])
 @KINDS
 def test_entropies_of_another_size(sm90, shape, name, recompute):
-    """One of the two gradients is 10^-3 of the other, so the power of two of a row follows from the larger one."""
+    """One of the two gradients is 10^-3 of the other, so the power of two of a row follows from the larger
+    one."""
     x, weight, target = layer(shape, sm90)
     grads = upstream(shape, sm90, True)
     grads[name == "entropies"] *= 1e-3
@@ -222,7 +226,8 @@ def test_entropies_of_another_size(sm90, shape, name, recompute):
 @ENTROPY
 @KINDS
 def test_rows_of_very_different_weights(sm90, shape, entropy, recompute):
-    """Gradients of rows are as exact as others where their scales differ by 10^9; ignored rows may be infinite."""
+    """Gradients of rows are as exact as others where their scales differ by 10^9; ignored rows may be
+    infinite."""
     x, weight, target = layer(shape, sm90)
     of_rows = 10 ** (9 * torch.rand(shape.rows, device=sm90) - 6)
     grads = [g.sign() * of_rows for g in upstream(shape, sm90, entropy)]
@@ -268,7 +273,7 @@ def test_no_upstream_gradient(sm90, shape, entropy, recompute):
     assert not any(a.any() for a in actual)
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------
+# --- the engine ---------------------------------------------------------------------------------------------
 
 
 def test_the_kernels_are_those_of_the_engine(sm90):

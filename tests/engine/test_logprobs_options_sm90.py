@@ -56,8 +56,8 @@ def test_float32_weight(sm90, calls, entropy, recompute):
 @pytest.mark.parametrize("logits_dtype", [None, FLOAT32], ids=["", "float32"])
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "sums"])
 def test_accumulated_weight_gradient(sm90, calls, shape, logits_dtype, entropy, recompute):
-    """Kept exponentials serve the gradient of the hidden states; that of the weight computes the logits again. With
-    float32 logits there are no exponentials."""
+    """Kept exponentials serve the gradient of the hidden states; the gradient of the weight computes the
+    logits again. With float32 logits there are no exponentials."""
     x, weight, target = shape.layer(sm90)
     grads = upstream(shape, sm90, entropy)
     _, (best_x, best_weight) = exact(x, weight, target, grads, temperature=0.7)

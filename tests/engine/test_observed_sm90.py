@@ -93,14 +93,15 @@ def test_one_alone(sm90, shape, name):
     assert sum(getattr(alone, other) is not None for other in OBSERVED["metrics"]) == 1
 
 
-# --- ties ---------------------------------------------------------------------------------------------------------
+# --- ties ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 2, 8, 128])
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 @KINDS
 def test_of_equal_logits_the_first_is_the_most_probable(sm90, shape, scale, period):
-    """Classes come in groups of the same weight: neighbours of a lane, of a quad, of a tile, of tiles far apart."""
+    """Classes come in groups of the same weight: neighbours of a lane, of a quad, of a tile, of tiles far
+    apart."""
     x, weight, target = shape.layer(sm90, scale=scale)
     if period == 1:
         weight = weight[:1].expand_as(weight).contiguous()
@@ -128,7 +129,7 @@ def test_zeros_are_equal_and_their_entropy_is_the_largest(sm90, shape):
     torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(shape.vocab)))
 
 
-# --- the range of logits, ignored rows ----------------------------------------------------------------------------
+# --- the range of logits, ignored rows ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
@@ -170,7 +171,7 @@ def test_ignored_rows(sm90, shape, ignored):
     observe(shape, x, weight, target)
 
 
-# --- how it runs --------------------------------------------------------------------------------------------------
+# --- how it runs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHAPES)

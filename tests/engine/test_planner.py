@@ -1,4 +1,5 @@
-"""How fused_linear_ce cuts its rows: properties of the plans of many problems, and the environment variable."""
+"""How fused_linear_ce cuts its rows: properties of the plans of many problems, and the environment
+variable."""
 
 import itertools
 import os
@@ -97,7 +98,7 @@ def test_a_larger_budget_never_makes_more_chunks():
         assert counts == sorted(counts, reverse=True) and counts[-1] == 1, problem
 
 
-# --- where the logits of the chunks lie ---------------------------------------------------------------------------
+# --- where the logits of the chunks lie ---------------------------------------------------------------------
 
 OWN_MEMORY, IN_GRAD_WEIGHT, IN_GRAD_INPUT = range(3)
 PLACED = [p for p in PROBLEMS[::5] if p[0] // plan(*p)[0] < 300]
@@ -181,7 +182,7 @@ def test_larger_than_32_bits():
     assert (chunk_rows, chunks, logits_bytes) == (1 << 23, 1 << 10, 1 << 42)
 
 
-# --- the budget ---------------------------------------------------------------------------------------------------
+# --- the budget ---------------------------------------------------------------------------------------------
 
 
 def test_the_default_budget_is_512_mib(monkeypatch):

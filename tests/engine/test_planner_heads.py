@@ -1,4 +1,5 @@
-"""How losses that make the gradient of logits by themselves are cut for the engine of compute capability 9.0."""
+"""How losses that make the gradient of logits by themselves are cut for the engine of compute capability
+9.0."""
 
 import random
 
@@ -18,7 +19,8 @@ def plan(
     clusters=66,
     aux_in_grad_weight=False,
 ):
-    """(rows of the first chunk, its parts of the classes, rows of others, rows of a part, parts, bytes of units)"""
+    """(rows of the first chunk, its parts of the classes, rows of others, rows of a part, parts, bytes of
+    units)"""
     return torch.ops.liger.plan_linear_backward_sm90(
         rows, hidden, vocab, *needs, aux_rows, budget, clusters, 1, aux_in_grad_weight
     )

@@ -19,13 +19,15 @@ def ceil_div(a, b):
 
 
 def plan_sm90(*problem):
-    """Chunks as (first, rows, k_splits), then rows_in_grad_weight, workspace_panel_bytes, scale_bytes, panel_offset."""
+    """Chunks as (first, rows, k_splits), then rows_in_grad_weight, workspace_panel_bytes, scale_bytes,
+    panel_offset."""
     first, rows, k_splits, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
     return list(zip(first, rows, k_splits, strict=True)), *rest
 
 
 def random_problems_sm90(count):
-    """Rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters: of shapes that are taken."""
+    """Rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters: of shapes that are
+    taken."""
     draw = random.Random(0)
     for _ in range(count):
         rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])
@@ -96,7 +98,8 @@ def test_shapes_are_what_they_are_named():
 
 
 def tile_columns(hidden, widths):
-    """The first width that divides the hidden size; else the narrowest one with as few tiles as the first width has."""
+    """The first width that divides the hidden size; else the narrowest one with as few tiles as the first
+    width has."""
     tiles = ceil_div(hidden, widths[0])
     enough = [width for width in widths if width <= widths[0] and tiles * width >= hidden]
     return next((width for width in widths if hidden % width == 0), min(enough))
@@ -185,8 +188,8 @@ def test_sm90_chunks_tile_the_rows():
 def test_sm90_exponentials_have_room_where_the_plan_puts_them():
     for problem, (chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, _, _, need_grad_weight, *_ = problem
-        # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
-        # Rows beyond them begin with a tile.
+        # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden
+        # size. Rows beyond them begin with a tile.
         fitting = hidden // TILE * TILE
         assert in_grad_weight == (min(fitting, chunks[0][1]) if need_grad_weight else 0), problem
         assert panel_offset > 0 if in_grad_weight else panel_offset == 0, problem
@@ -203,7 +206,8 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
 
 
 def test_sm90_stays_in_the_budget():
-    """Exponentials, or one tile of rows of them. With the sums of split-K no more than a sixteenth beyond it."""
+    """Exponentials, or one tile of rows of them. With the sums of split-K no more than a sixteenth beyond
+    it."""
     splits = 0
     for problem, (chunks, in_grad_weight, *_) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem

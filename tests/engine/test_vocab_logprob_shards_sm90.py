@@ -1,5 +1,5 @@
-"""Log-probabilities with a vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device
-computes all shards in turn, and what the ranks exchange is added in between."""
+"""Log-probabilities with a vocabulary that is sharded over ranks, on the engine of compute capability 9.0:
+one device computes all shards in turn, and what the ranks exchange is added in between."""
 
 from functools import partial
 from unittest.mock import patch
@@ -27,8 +27,8 @@ SUMS, ONE_CHUNK = SHAPES["sums"], SHAPES["beside it"]
 def check(shape, bounds, x, weight, target, entropy=False, trained=(True, True), temperature=1.0, **how):
     """Results and gradients against float64. Rows of ignored targets may hold NaN.
 
-    ``tolerance``: of the norm of a gradient, where single rows may be less exact: those with one probable class and
-    another target have a small gradient of their entropy, from a rounded exponential.
+    ``tolerance``: of the norm of a gradient, where single rows may be less exact: those with one probable
+    class and another target have a small gradient of their entropy, from a rounded exponential.
     """
     if x.is_cuda:
         poison_memory()
@@ -78,7 +78,7 @@ def test_plans_of_kept_exponentials(name):
 @pytest.mark.parametrize(("ranks", "scale"), [(2, 1.0), (1, 40.0), (3, 40.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rules_without_a_gpu(ranks, dtype, scale, entropy, recompute, monkeypatch):
-    """With steps in torch, whose rounding is that of the engine, but for the sum of weight gradients."""
+    """With steps in torch that round as the engine does, except for the sum of weight gradients."""
     monkeypatch.setattr(sm90, "steps", LogProbSteps)
     monkeypatch.setattr(LogProbSteps, "moved", 0)
     monkeypatch.setattr(LogProbSteps, "overflows", 0)
@@ -130,7 +130,8 @@ def test_only_what_is_trained(shards, trained, entropy, recompute):
 @gpu
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_without_metrics(shards, temperature):
-    """The logits GEMM of the forward has its epilogue during the next mainloop from a hidden size of 720 on."""
+    """The logits GEMM of the forward has its epilogue during the next mainloop from a hidden size of 720
+    on."""
     for shape in (SUMS, SHAPES["sums, larger"]):
         for keep in (False, True):
             bounds = even_bounds(shape.vocab, 2)

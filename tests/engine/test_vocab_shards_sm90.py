@@ -1,5 +1,5 @@
-"""A vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device computes all shards in
-turn, and the sums of the ranks are added in between."""
+"""A vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device computes all
+shards in turn, and the sums of the ranks are added in between."""
 
 from functools import partial
 from unittest.mock import patch
@@ -64,7 +64,7 @@ def test_the_shapes_are_what_they_are_named():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_rules_without_a_gpu(ranks, dtype, scale, monkeypatch):
-    """With steps in torch, whose rounding is that of the engine, but for the sum of weight gradients."""
+    """With steps in torch that round as the engine does, except for the sum of weight gradients."""
     monkeypatch.setattr(sm90, "steps", ReferenceSteps)
     monkeypatch.setattr(ReferenceSteps, "moved", 0)
     x, weight, target = (t.to(dtype) if t.is_floating_point() else t for t in SUMS.layer("cpu"))

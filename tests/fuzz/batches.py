@@ -1,4 +1,5 @@
-"""Random batches of sequences, padded or packed, masked, with references, and their log-probabilities by a formula."""
+"""Random batches of sequences, padded or packed, masked, with references, and their log-probabilities by a
+formula."""
 
 import itertools
 
@@ -98,7 +99,8 @@ class Sequences:
 
 
 def of_layers(given):
-    """The names of the tensors of the model's layer and of its reference's, whose roundings an error may have."""
+    """The names of the tensors of the model's layer and of its reference's, whose roundings an error may
+    have."""
     return [n for n in given if not n.endswith("logps")]
 
 

@@ -1,17 +1,18 @@
 """How the fuzzer runs a case, and by which rule it compares.
 
-Hypothesis draws sizes, options, layouts and a seed; the numbers themselves come from torch's generator by that seed, so
-that a case stays small. Each is computed three times: by liger, by the formula of formulas.py in the same dtype, and by
-that formula in float64.
+Hypothesis draws sizes, options, layouts and a seed; the numbers themselves come from torch's generator by
+that seed, so that a case stays small. Each is computed three times: by liger, by the formula of formulas.py
+in the same dtype, and by that formula in float64.
 
-An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the sum of
-two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact
-result where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of
-the result are the largest of this case and of four others (twelve in long runs) with the same options, other numbers;
-the change is the larger one of two (four): a number may be lucky, or small by cancellation. Nothing is tuned by case.
+An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the
+sum of two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change
+of the exact result where its inputs change by a rounding of their own, but at least eight of float32. Torch's
+error and the size of the result are the largest of this case and of four others (twelve in long runs) with
+the same options, other numbers; the change is the larger one of two (four): a number may be lucky, or small
+by cancellation. Nothing is tuned by case.
 
-LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
-same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
+LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which
+are the same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
 """
 
 import os
@@ -26,7 +27,8 @@ from liger._core.runtime.environment import triton_interpreted
 CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
 # The shares of all tests together.
 SHARES = 140
-# Triton's interpreter takes a hundred times as long; on a GPU every test runs once per backend, and Triton compiles.
+# Triton's interpreter takes a hundred times as long; on a GPU every test runs once per backend, and Triton
+# compiles.
 DEFAULT_CASES = 100 if triton_interpreted() else 600 if torch.cuda.is_available() else 1500
 
 
@@ -46,7 +48,8 @@ dtypes, wide_dtypes = _dtypes(True), _dtypes(False)
 
 
 def fuzz(share):
-    """Decorator of a test that takes ``data`` (and fixtures); ``share`` of ``SHARES`` of all cases are its own."""
+    """Decorator of a test that takes ``data`` (and fixtures); ``share`` of ``SHARES`` of all cases are its
+    own."""
 
     def decorate(function):
         settings = hypothesis.settings(
@@ -69,7 +72,7 @@ def fuzz(share):
 
 SEED = int(os.environ.get("LIGER_FUZZ_SEED") or int.from_bytes(os.urandom(4), "little"))
 
-# --- tensors ------------------------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------------------
 
 sizes = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 17, 33])
 seeds = st.integers(0, 2**31 - 1)
@@ -97,7 +100,8 @@ class Numbers:
         self.generator = torch.Generator().manual_seed(draw(seeds))
 
     def normal(self, *shape, scale=1.0, dtype=None, alike=True):
-        """``alike``: rows may be one row, expanded. Not those of a head's weight, whose classes would be alike."""
+        """``alike``: rows may be one row, expanded. Not rows of a head's weight: its classes would be
+        alike."""
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         return self.lay(values.to(dtype or self.dtype), alike)
 
@@ -145,7 +149,7 @@ class Numbers:
         return tensor[:1].expand_as(tensor) if alike and tensor.shape[0] else tensor
 
 
-# --- the comparison -----------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------
 
 
 _EPS_64 = torch.finfo(torch.float64).eps
@@ -212,11 +216,13 @@ MAGNITUDE = "magnitude of the terms of "
 
 
 def compare(ours, formula, given, wanted, plain=None, vary=None):
-    """Asserts that two functions of the arguments ``given`` agree, with the gradients of those that are ``wanted``.
+    """Asserts that two functions of the arguments ``given`` agree, with the gradients of those that are
+    ``wanted``.
 
-    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``, such as ``MAGNITUDE + name``:
-    the sum of the magnitudes of the terms of a sum, some of which may cancel. ``plain`` is torch's own function where
-    there is one; without it the formula stands for plain torch, too. ``vary`` names the tensors that
+    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``, such as
+    ``MAGNITUDE + name``: the sum of the magnitudes of the terms of a sum, some of which may cancel. ``plain``
+    is torch's own function where there is one; without it the formula stands for plain torch, too. ``vary``
+    names the tensors that
     have other numbers in other cases, by default those that are wanted.
     """
     if plain is None or not all(given[n].numel() for n in wanted):

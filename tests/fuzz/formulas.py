@@ -1,7 +1,7 @@
 """What the ops compute, as the papers or torch's documentation write it, in plain PyTorch.
 
-Written for the fuzzer alone, from the sources that the docstrings name. 16-bit tensors become float32 first, but for
-products of matrices: as careful as plain PyTorch code is.
+Written for the fuzzer alone, from the sources that the docstrings name. 16-bit tensors become float32 first,
+but for products of matrices: as careful as plain PyTorch code is.
 """
 
 import math
@@ -16,7 +16,7 @@ def up(tensor):
     return tensor.float() if half else tensor
 
 
-# --- norms --------------------------------------------------------------------------------------------------------
+# --- norms --------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x, weight, eps, offset):
@@ -53,7 +53,7 @@ def group_norm(x, groups, weight, bias, eps):
     return (y if bias is None else y + up(bias).reshape(per_channel)).to(x.dtype)
 
 
-# --- experts ------------------------------------------------------------------------------------------------------
+# --- experts ------------------------------------------------------------------------------------------------
 
 
 def experts(x, index, weights, gate_up, down, gate_up_bias, down_bias, activate):
@@ -75,7 +75,7 @@ def experts(x, index, weights, gate_up, down, gate_up_bias, down_bias, activate)
     return result.view(x.shape).to(x.dtype)
 
 
-# --- elementwise and rows -----------------------------------------------------------------------------------------
+# --- elementwise and rows -----------------------------------------------------------------------------------
 
 
 def softmax(x):
@@ -111,7 +111,7 @@ def gated_mlp(activation, x, gate_weight, up_weight, down_weight, gate_bias, up_
     return F.linear(gated(activation, gate, upper), down_weight, down_bias)
 
 
-# --- rotary embeddings --------------------------------------------------------------------------------------------
+# --- rotary embeddings --------------------------------------------------------------------------------------
 
 
 def rotated(x, cos, sin, pairs):
@@ -135,7 +135,7 @@ def times_complex(x, factors, pairs):
     return torch.stack(entries, -1).to(x.dtype)
 
 
-# --- cross entropy ------------------------------------------------------------------------------------------------
+# --- cross entropy ------------------------------------------------------------------------------------------
 
 
 def capped(z, softcap):
@@ -177,7 +177,7 @@ def cross_entropy(
     }
 
 
-# --- divergences --------------------------------------------------------------------------------------------------
+# --- divergences --------------------------------------------------------------------------------------------
 
 
 def kl(log_p, log_q):
@@ -201,8 +201,8 @@ def divergence(kind, log_p, log_q, beta=0.5):
 def jsd(log_p, log_q, beta):
     """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
 
-    The logarithm of m comes from that of the larger one: by ``logaddexp`` rows whose p and q are alike would keep few
-    digits, in float64 too.
+    The logarithm of m comes from the larger one's logarithm: by ``logaddexp`` rows whose p and q are alike
+    would keep few digits, in float64 too.
     """
     ratio = torch.where((log_p == -torch.inf) & (log_q == -torch.inf), 0.0, log_p - log_q)
     larger = ratio > 0
@@ -247,7 +247,7 @@ def distance(
     return reduced(losses, live, token_weight, denominator, reduction, batch)
 
 
-# --- losses over sequences ----------------------------------------------------------------------------------------
+# --- losses over sequences ----------------------------------------------------------------------------------
 
 
 def token_scores(hidden, weight, bias, target, temperature, softcap):
@@ -270,7 +270,7 @@ def log_sigmoid(x):
 
 
 def dpo(kind, chosen, rejected, beta, smoothing, tau):
-    """Of the log-ratios of policy and reference; the names are those of TRL."""
+    """Of the log-ratios of policy and reference; the names are TRL's."""
     margin = beta * (chosen - rejected)
     won, lost = log_sigmoid(margin), log_sigmoid(-margin)
     if kind == "sigmoid":
@@ -315,7 +315,8 @@ def policy_token(kind, ratio, advantage, logprob, low, high, delta, taus):
 
 
 def vespo(logp, before, advantage, factors):
-    """The losses of the tokens of one sequence; ``factors`` are the weights of the sampler, of tokens or of all."""
+    """The losses of the tokens of one sequence; ``factors`` are the weights of the sampler, of tokens or of
+    all."""
     smallest = math.log(1e-8)
     log_w = (logp.detach() - before).clamp(-20, 20).sum() + factors.log().clamp(smallest, 20).sum()
     log_w = log_w.clamp(smallest, 20)

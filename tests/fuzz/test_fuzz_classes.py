@@ -1,4 +1,5 @@
-"""Cross entropy, log-probabilities and divergences, over logits and over a projection, with all their options."""
+"""Cross entropy, log-probabilities and divergences, over logits and over a projection, with all their
+options."""
 
 import formulas
 import torch
@@ -15,7 +16,7 @@ METRICS = ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy")
 
 
 def rows_of(draw):
-    """(leading sizes of the logits, those of the target)"""
+    """(leading sizes of the logits, sizes of the target)"""
     return tuple(leading(draw)) or (draw(st.sampled_from([1, 2, 7])),)
 
 
@@ -158,7 +159,7 @@ def test_fused_linear_logprobs(device, data):
     compare(ours, formula, tensors, differentiable(draw, *names), vary=names)
 
 
-# --- divergences --------------------------------------------------------------------------------------------------
+# --- divergences --------------------------------------------------------------------------------------------
 
 
 def divergence_options(draw, numbers, front, vocab):

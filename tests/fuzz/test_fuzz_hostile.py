@@ -1,9 +1,10 @@
 """Numbers at which formulas lose their digits, against torch's own functions.
 
-Rows with a common offset of up to 3e38, infinities, numbers whose squares overflow, options at the ends of their range,
-layouts of all kinds. The rule is the rule of :func:`cases.assert_as_exact_as_torch`: what engine.py allows beside it,
-the change of the exact result by a rounding of the inputs, is as large as the result here. Where plain torch in the
-same dtype gives infinity or NaN for a finite number, or the other way round, nothing is compared.
+Rows with a common offset of up to 3e38, infinities, numbers whose squares overflow, options at the ends of
+their range, layouts of all kinds. The rule is the rule of :func:`cases.assert_as_exact_as_torch`: what
+engine.py allows beside it, the change of the exact result by a rounding of the inputs, is as large as the
+result here. Where plain torch in the same dtype gives infinity or NaN for a finite number, or the other way
+round, nothing is compared.
 """
 
 import formulas
@@ -21,7 +22,8 @@ SPECIALS = (torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40, 0.0)
 
 
 def hostile(draw, numbers, *shape, specials=SPECIALS, offsets=OFFSETS):
-    """Rows that ``numbers.dtype`` has exactly: an offset per tensor, and some elements replaced by a special one."""
+    """Rows that ``numbers.dtype`` has exactly: an offset per tensor, and some elements replaced by a special
+    one."""
     dtype = numbers.dtype
     offset = one_of(draw, *offsets)
     if abs(offset) > torch.finfo(dtype).max:

@@ -1,4 +1,5 @@
-"""The norm with a gate, and the norm of heads before the rotation, on random shapes, layouts, dtypes and options."""
+"""The norm with a gate, and the norm of heads before the rotation, on random shapes, layouts, dtypes and
+options."""
 
 import formulas
 import torch

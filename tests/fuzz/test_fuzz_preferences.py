@@ -18,7 +18,8 @@ def preference_metrics(output):
 
 
 def preference(draw, device, cls, options, pair_loss, average=False, nll=False, reference=False, every=False):
-    """Compares a loss of pairs. ``pair_loss`` takes the log-ratios of both and the log-probabilities of both."""
+    """Compares a loss of pairs. ``pair_loss`` takes the log-ratios of both and the log-probabilities of
+    both."""
     numbers = Numbers(draw, device, draw(dtypes))
     pairs = one_of(draw, 1, 2, 3)
     batch = Sequences(draw, numbers, 2 * pairs, every)

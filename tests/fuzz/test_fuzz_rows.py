@@ -173,7 +173,7 @@ def test_relu_squared(device, data):
     compare(liger.relu_squared, formulas.relu_squared, {"x": x}, ["x"])
 
 
-# --- rotary embeddings --------------------------------------------------------------------------------------------
+# --- rotary embeddings --------------------------------------------------------------------------------------
 
 
 def queries(draw, numbers, heads_dim):
@@ -286,7 +286,7 @@ def test_complex_rope(device, data):
     compare(ours, turned(heads_dim, formula), {"q": q, "k": k, "parts": parts}, ["q", "k"])
 
 
-# --- gated MLPs ---------------------------------------------------------------------------------------------------
+# --- gated MLPs ---------------------------------------------------------------------------------------------
 
 
 @fuzz(4)

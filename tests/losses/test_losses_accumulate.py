@@ -1,4 +1,5 @@
-"""Losses with accumulate_grad_weight=True: the gradient of the weight is added to main_grad by the backward."""
+"""Losses with accumulate_grad_weight=True: the gradient of the weight is added to main_grad by the
+backward."""
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_frozen_hidden_states(device, name):
 
 
 def test_two_terms_over_one_weight(device):
-    """Targets of the likelihood term that differ from those of the pair: log-probabilities of their own."""
+    """Targets of the likelihood term that differ from the targets of the pair: log-probabilities of their
+    own."""
     hidden, weight, target, bias = make(device)
     target[-1, :2] = 3
     nll_target = target.clone()

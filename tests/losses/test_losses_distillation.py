@@ -76,7 +76,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", ["jsd", "cosine", "top k"])
 def test_logits_are_computed_once(name, weights, dtype, budget, products):
-    """Those of the student serve both parts; those of the teacher only where there is a distance."""
+    """The student's logits serve both parts; the teacher's only where there is a distance."""
     tensors, (hard, soft) = make("cpu", dtype), WEIGHTS[weights]
     module = DISTANCES[name][0](
         weight_hard_loss=hard, weight_soft_loss=soft, temperature=2.0, memory_budget=budget
@@ -93,7 +93,8 @@ def test_logits_are_computed_once(name, weights, dtype, budget, products):
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_layouts_and_masks(device, name):
-    """Packed is padded without its shape; a mask is labels that are ignored, and what is there is never looked at."""
+    """Packed is padded without its shape; a mask is labels that are ignored, and what is there is never
+    looked at."""
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
     expected = parts(name, module, tensors)
     live, per_token = tensors["labels"] != -100, ("x", "teacher_x", "labels")
@@ -163,7 +164,8 @@ class _Module(torch.nn.Module):
 
 
 def test_metrics_without_a_target(device):
-    """The mask alone says which tokens count; without one all do. There is no log-probability of the target."""
+    """The mask alone says which tokens count; without one all do. There is no log-probability of the
+    target."""
     tensors, mask = make(device), None
     options = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
     module = losses.FusedLinearKLDivLoss(metrics=("entropy", "argmax"), **options)
@@ -291,7 +293,8 @@ def test_as_the_trainer_of_trl(device, beta, temperature):
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_ignored_tokens_may_hold_anything(device, name, budget):
-    """A nan of the student, of the teacher or in a teacher's logits goes into no gradient, nor does any label."""
+    """A nan of the student, of the teacher or in a teacher's logits goes into no gradient, nor does any
+    label."""
     tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1], memory_budget=budget)
     expected = with_gradients(lambda t: call(name, module, t), tensors)
     ignored = (tensors["labels"] == -100).unsqueeze(-1)

@@ -21,7 +21,8 @@ from liger import losses
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_label_that_is_no_class(device, name, temperature, wrong):
-    """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with liger.cross_entropy."""
+    """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with
+    liger.cross_entropy."""
     tensors = make(device)
     module = DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature)
     tensors["labels"][0, 1] = wrong
@@ -125,7 +126,7 @@ def test_bad_input(device):
         RuntimeError, "FusedLinearJSDLoss: weight has dtype float64", {"weight": tensors["weight"].double()}
     )
     for name in ("teacher_weight", "teacher_bias"):
-        match = f"FusedLinearJSDLoss: {name} has dtype float64, expected that of teacher_input, float32"
+        match = f"FusedLinearJSDLoss: {name} has dtype float64, expected the dtype of teacher_input, float32"
         refuses(RuntimeError, match, {name: tensors[name].double()})
     refuses(RuntimeError, "target has dtype float32", {"labels": tensors["labels"].float()})
     refuses(

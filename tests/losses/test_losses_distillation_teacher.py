@@ -1,4 +1,5 @@
-"""Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden states."""
+"""Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden
+states."""
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_teachers_of_some_classes(device, rest, temperature):
 
     expected = run(log_p, indices)
     fill = torch.full_like(log_p[..., :2], -torch.inf)
-    # In front and behind; the class of one of them is that of a real entry, and that of the label.
+    # In front and behind; the class of one of them is the class of a real entry, and of the label.
     filled = torch.cat([fill, log_p, fill], -1)
     classes = torch.cat(
         [indices[..., 3:], indices, tensors["labels"].clamp_min(0)[..., None].expand(fill.shape)], -1
@@ -126,7 +127,8 @@ PAIRS = [(a, b) for a in (*DTYPES, torch.float64) for b in (*DTYPES, torch.float
 )
 @pytest.mark.covering(2)
 def test_teachers_of_another_dtype(device, backend, name, pair, form):
-    """The GEMM of a teacher runs in the dtype of the teacher; logits meet in the accumulation dtype of the student."""
+    """The GEMM of a teacher runs in the dtype of the teacher; logits meet in the accumulation dtype of the
+    student."""
     if pair[0] == torch.float64 and backend != "torch":
         pytest.skip("float64 is computed by the torch backend alone")
     tensors, (of_student, of_teacher) = make(device), pair

@@ -27,8 +27,8 @@ FLOAT16 = torch.float16
 
 
 def assert_gradients(actual, expected, tolerance=GRADIENT_FLOAT16):
-    """``run`` halves the loss: the forward rounds twice the expected gradient, the backward its half. Elements of a
-    mean are below 2^-14, where a rounding is 2^-25."""
+    """``run`` halves the loss: the forward rounds twice the expected gradient, the backward its half.
+    Elements of a mean are below 2^-14, where a rounding is 2^-25."""
     for a, b in zip(actual, expected, strict=True):
         rounded = ((2 * b).to(FLOAT16) * 0.5).double()
         error, most = relative(a, b), tolerance + relative(rounded, b)

@@ -1,5 +1,5 @@
-"""Losses with logits_dtype=torch.float32: their log-probabilities are those of fused_linear_logprobs within 1e-5, and
-their gradients come from float32 probabilities."""
+"""Losses with logits_dtype=torch.float32: their log-probabilities agree with fused_linear_logprobs within
+1e-5, and their gradients come from float32 probabilities."""
 
 import copy
 
@@ -59,7 +59,7 @@ def test_against_float64(device, dtypes, name, budget):
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)
 def test_ratio_of_the_sampled_policy_is_one(device, dtypes):
-    """The log-probabilities of a sampling pass and those of the loss agree, though their chunks differ."""
+    """The log-probabilities of a sampling pass and of the loss agree, though their chunks differ."""
     hidden, weight, target, bias = layer(device, dtypes)
     sampled = liger.fused_linear_logprobs(
         hidden, weight, target, bias, logits_dtype=torch.float32, memory_budget=3 * VOCAB * 4
@@ -126,6 +126,6 @@ def test_bad_input():
     with pytest.raises(RuntimeError, match="input has dtype float64, expected float16, bfloat16 or float32"):
         call(module, hidden, weight, target, bias)
     with pytest.raises(
-        RuntimeError, match="weight has dtype bfloat16, expected float32 or that of input, float16"
+        RuntimeError, match="weight has dtype bfloat16, expected float32 or the dtype of input, float16"
     ):
         call(module, hidden.half(), weight.bfloat16(), target, bias.half())

@@ -1,4 +1,5 @@
-"""What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad input."""
+"""What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad
+input."""
 
 import copy
 import itertools
@@ -43,7 +44,8 @@ def call(module, x, w, target, bias, level=0.0, **how):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Rows of hidden states in each product of a head, in the order of the calls; with what was computed twice."""
+    """Rows of hidden states in each product of a head, in the order of the calls; with what was computed
+    twice."""
     counted = {"rows": [], "again": []}
 
     def see(module, name, what, size):
@@ -143,8 +145,8 @@ def test_opcheck(device):
     hidden, weight, target, bias = (t if i == 2 else leaf(t) for i, t in enumerate(make(device)))
     module = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
     rows = target.numel()
-    # A positive loss, for an upstream gradient of 1 in opcheck: by another the backward multiplies the gradients where
-    # they lie, and they are outputs that opcheck looks at again.
+    # A positive loss, for an upstream gradient of 1 in opcheck: by another the backward multiplies the
+    # gradients where they lie, and they are outputs that opcheck looks at again.
     advantages = -torch.rand(1, rows, device=device)
     given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, advantages]
     for budget, observed in itertools.product(BUDGETS.values(), (False, True)):
@@ -156,7 +158,8 @@ def test_opcheck(device):
         torch.library.opcheck(
             torch.ops.liger_losses.fused_linear_loss_forward.default,
             arguments,
-            # Tracing differentiates every result, the gradients that were made among them. test_compiled traces.
+            # Tracing differentiates every result, the gradients that were made among them. test_compiled
+            # traces.
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 
@@ -381,7 +384,7 @@ def test_the_losses_of_the_docs(device):
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, y)[0])
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 def _dpo(change=lambda x, w, t: (x, w, t), options=None, **how):

@@ -1,4 +1,5 @@
-"""Cumulative lengths of packed batches: those that do not fit are an error on a CPU, and a loss of nan on a GPU."""
+"""Cumulative lengths of packed batches: those that do not fit are an error on a CPU, and a loss of nan on a
+GPU."""
 
 import os
 import subprocess
@@ -148,7 +149,7 @@ def test_checked_on_a_gpu():
     assert done.returncode != 0 and "cu_seqlens do not fit 12 tokens" in done.stderr + done.stdout
 
 
-# --- padding of the rows that a loss gets -----------------------------------------------------------------------------
+# --- padding of the rows that a loss gets -------------------------------------------------------------------
 
 IGNORED = -100
 LENGTHS = torch.tensor([3, 1, 2])

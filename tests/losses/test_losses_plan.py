@@ -1,4 +1,5 @@
-"""What a loss holds on compute capability 9.0 beside its operands: allocations of the real code, without a device."""
+"""What a loss holds on compute capability 9.0 beside its operands: allocations of the real code, without a
+device."""
 
 import types
 
@@ -36,7 +37,8 @@ def plan_of(layout, hidden, vocab, budget):
     plan = plan_chunks_sm90(rows, hidden, vocab, True, True, True, budget, group_rows=group_rows)
     workspaces = []
     for _, count, k_splits in plan.chunks:
-        # Index, logits of targets, scales, one-hot terms, and sums of rows; one-hot terms of classes, read counts.
+        # Index, logits of targets, scales, one-hot terms, and sums of rows; one-hot terms of classes, read
+        # counts.
         workspace = count * (4 + 8 + 8 + 4 * -(-vocab // ENGINE.logits_tile)) + 8 * vocab + vocab // 32
         workspace += 4 * count * hidden if k_splits > 1 else 0
         # Whole tiles, and every buffer is aligned to 1024 bytes.

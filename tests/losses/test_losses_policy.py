@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def around(hidden, weight, target, bias, spread, **how):
-    """Log-probabilities (S, L) near those of the policy, with NaN where nothing counts."""
+    """Log-probabilities (S, L) near the policy's, with NaN where nothing counts."""
     rows = [plain.token_logprobs(x, weight, y, bias, **how)[0] for x, y in zip(hidden, target, strict=True)]
     exact = torch.stack(rows)
     return (exact + spread * torch.randn_like(exact)).where(target != IGNORED, torch.nan)
@@ -81,8 +81,8 @@ def test_grpo(device, kind, variant, budget, layout):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_policy_that_sampled(device, level):
-    """Without old log-probabilities the importance weights are 1, with a gradient; advantages and factors of the
-    sampler may be per sequence or per token."""
+    """Without old log-probabilities the importance weights are 1, with a gradient; advantages and factors of
+    the sampler may be per sequence or per token."""
     hidden, weight, target, bias, advantages, _, _, sampler = batch(device)
     module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level=level)
     spread = advantages[:, None].expand(target.shape).contiguous()
@@ -132,7 +132,7 @@ def test_denominator(device, kind):
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo"])
 def test_less_than_one_item_per_process(device, kind):
-    """The global number over that of processes may be below 1; no items at all are no division by 0."""
+    """The global number over the number of processes may be below 1; no items at all are no division by 0."""
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
     module = losses.FusedLinearGRPOLoss(loss_type=kind)
 
@@ -146,7 +146,8 @@ def test_less_than_one_item_per_process(device, kind):
 
 @pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
 def test_clip_ratio(device, kind):
-    """The share of tokens whose importance weight is clipped, so that their gradient is zero; two kinds clip none."""
+    """The share of tokens whose importance weight is clipped, so that their gradient is zero; two kinds clip
+    none."""
     hidden, weight, target, bias, _, _, _, _ = batch(device)
     advantages = torch.randn(target.shape, device=device)
     old = around(hidden, weight, target, bias, 0.6)

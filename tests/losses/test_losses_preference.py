@@ -116,7 +116,8 @@ def test_likelihood_term_and_metrics(device, budget):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_likelihood_of_other_tokens(device, budget, temperature):
-    """The term of the pair is of target, that of the likelihood of nll_target, also where both count and differ."""
+    """The term of the pair reads target, the term of the likelihood reads nll_target, also where both count
+    and differ."""
     hidden, weight, target, bias = make(device)
     target[-1] = target[-2]  # whose odds, without a token, would be infinite
     nll_target = torch.randint(VOCAB, target.shape, device=device)
@@ -298,7 +299,8 @@ def test_certain_tokens(device):
 
 @pytest.mark.parametrize("strides", ["rows apart", "one row for all"])
 def test_hidden_states_with_strides(device, budget, strides):
-    """They are read only, also where the gradients of a chunk are made in the memory of a copy of its rows."""
+    """They are read only, also where the gradients of a chunk are made in the memory of a copy of its
+    rows."""
     hidden, weight, target, bias = make(device)
     hidden = torch.cat([hidden, hidden], -1)[..., : hidden.shape[-1]]
     if strides == "one row for all":
@@ -339,7 +341,8 @@ def test_micro_batches(device, name):
 
 
 def test_float16_with_fewer_tokens_than_pairs(device):
-    """The numbers of all processes over that of processes: the smaller divisor sets the scale of the gradients."""
+    """The numbers of all processes over the number of processes: the smaller divisor sets the scale of the
+    gradients."""
     hidden, weight, target, bias = make(device, 8)
     counts = {"denominator": 4.0, "nll_denominator": 0.5}
     grads = []

@@ -1,4 +1,5 @@
-"""Losses by the products of compute capability 9.0: against float64, where they are used, and where they are not."""
+"""Losses by the products of compute capability 9.0: against float64, where they are used, and where they are
+not."""
 
 import math
 
@@ -202,8 +203,8 @@ def make_pairs(sequences, length, hidden_size, vocab, skipped=(), dtype=torch.bf
 def test_pairs_in_several_chunks(sm90, plans, name, shape):
     *sizes, budget = PAIRS[shape]
     half = sizes[0] // 2
-    # Both answers of a pair without a token that counts, one that was chosen, one that was rejected. (What the odds of
-    # the empty answer are depends on the dtype.)
+    # Both answers of a pair without a token that counts, one that was chosen, one that was rejected. (What
+    # the odds of the empty answer are depends on the dtype.)
     alone = () if name == "orpo" else (0, half + 1)
     hidden, weight, target = make_pairs(*sizes, skipped=(2, half + 2, *alone))
     module = module_of(name, memory_budget=budget)

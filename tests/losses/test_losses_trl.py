@@ -1,4 +1,4 @@
-"""The losses against those of TRL's own trainers, called with the same tiny model and batch."""
+"""The losses against TRL's own trainers, called with the same tiny model and batch."""
 
 import collections
 import inspect
@@ -54,7 +54,8 @@ class Scorer(torch.nn.Module):
 
 
 def trainer_of(cls, model, args=None, **attributes):
-    """A trainer without its constructor, which would want a tokenizer, a dataset and a model of transformers."""
+    """A trainer without its constructor, which would want a tokenizer, a dataset and a model of
+    transformers."""
     trainer = object.__new__(cls)
     common = {
         "model": model,
@@ -99,7 +100,7 @@ def assert_same(ours, theirs, model, dtype):
         )
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -141,7 +142,7 @@ def test_every_loss_type_of_dpo_is_one_of_trl():
     assert all(f'loss_type == "{kind}"' in source for kind in losses.preference.DPO_LOSS_TYPES)
 
 
-# --- KTO ----------------------------------------------------------------------------------------------------------
+# --- KTO ----------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -180,7 +181,7 @@ def test_kto(loss_type, labels, dtype):
             assert logps.item() == pytest.approx(logged[f"logps/{name}"][0], rel=1e-5)
 
 
-# --- GRPO ---------------------------------------------------------------------------------------------------------
+# --- GRPO ---------------------------------------------------------------------------------------------------
 
 GRPO_OPTIONS = {
     "plain": {},
@@ -267,7 +268,7 @@ def test_grpo(loss_type, options, dtype):
         assert metrics.clip_ratio.item() == pytest.approx(logged["clip_ratio/region_mean"][0], abs=1e-6)
 
 
-# --- ORPO, CPO, SimPO ---------------------------------------------------------------------------------------------
+# --- ORPO, CPO, SimPO ---------------------------------------------------------------------------------------
 
 
 def paired(chosen, rejected):

@@ -42,7 +42,7 @@ def last_line_of_failure(code, **environment):
     return err.splitlines()[-1]
 
 
-# --- LIGER_BACKEND ------------------------------------------------------------------------------------------------
+# --- LIGER_BACKEND ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_op_can_differ_from_the_rest():
         assert {name for name, chosen in report.items() if chosen == "triton"} == {"rms_norm"}
 
 
-# --- use_backend and set_backend ----------------------------------------------------------------------------------
+# --- use_backend and set_backend ----------------------------------------------------------------------------
 
 
 def test_use_backend_restores():
@@ -226,7 +226,7 @@ def test_eager_compiled_and_scripted_functions_follow_the_switch(tmp_path):
     assert "overrid" not in err.lower(), "torch warned that a kernel was replaced"
 
 
-# --- the report and the import ------------------------------------------------------------------------------------
+# --- the report and the import ------------------------------------------------------------------------------
 
 
 def test_report_names_every_family_and_says_why():

@@ -1,4 +1,5 @@
-"""What each backend can serve, by the capabilities of the devices and what was built, and what auto makes of it."""
+"""What each backend can serve, by the capabilities of the devices and what was built, and what auto makes of
+it."""
 
 import importlib.metadata
 import importlib.util
@@ -21,7 +22,7 @@ def resolved(family, requested):
 pytestmark = pytest.mark.usefixtures("backends_restored")
 
 
-# --- what is possible: pure functions of capabilities --------------------------------------------------------------
+# --- what is possible: pure functions of capabilities -------------------------------------------------------
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_cuda_needs_code_for_every_device(cuda_machine, monkeypatch):
     assert supported("cuda", [(8, 0)])[0]
 
 
-# --- what auto prefers ---------------------------------------------------------------------------------------------
+# --- what auto prefers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

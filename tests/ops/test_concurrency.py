@@ -38,7 +38,8 @@ def in_threads(*functions):
 
 
 def test_threads_with_other_hidden_sizes():
-    """How much shared memory a kernel may have is no property of a launch: one thread must not take it from another."""
+    """How much shared memory a kernel may have is no property of a launch: one thread must not take it from
+    another."""
     until = time.monotonic() + 4
 
     def work(backward, forward, hidden):
@@ -65,7 +66,8 @@ def test_threads_with_other_hidden_sizes():
 
 @pytest.fixture
 def head():
-    """A call of fused_linear_ce, with a weight that does not begin at a multiple of 16 bytes; and its results."""
+    """A call of fused_linear_ce, with a weight that does not begin at a multiple of 16 bytes; and its
+    results."""
     memory = torch.randn(32000 * 1024 + 1, device="cuda").bfloat16()
     weight = memory[1:].view(32000, 1024).mul_(0.03)
     x = torch.randn(2048, 1024, device="cuda").bfloat16()
@@ -112,7 +114,7 @@ def test_threads_do_not_share_scratch(head):
     assert found == [True] * 16
 
 
-# --- CUDA graphs: in processes of their own, where nothing has run before ------------------------------------------
+# --- CUDA graphs: in processes of their own, where nothing has run before -----------------------------------
 
 
 def run(code):
@@ -239,7 +241,7 @@ def test_a_replayed_graph_equals_eager_code():
                 torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * scale, equal_nan=True)
 
 
-# --- errors of others ---------------------------------------------------------------------------------------------
+# --- errors of others ---------------------------------------------------------------------------------------
 
 
 def test_a_failed_launch_leaves_no_error_for_the_next_op():

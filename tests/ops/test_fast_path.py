@@ -1,6 +1,8 @@
-"""Eager calls of the public ops go around the Python that the dispatcher would run, and only calls that may do so.
+"""Eager calls of the public ops go around the Python that the dispatcher would run, and only calls that may
+do so.
 
-Whatever looks at an op (subclasses, modes, transforms, compilers, tracers) must find it, and find the same results.
+Whatever looks at an op (subclasses, modes, transforms, compilers, tracers) must find it, and find the same
+results.
 """
 
 import sys
@@ -70,7 +72,7 @@ class SeesFunctions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# --- taken ----------------------------------------------------------------------------------------------------------
+# --- taken --------------------------------------------------------------------------------------------------
 
 
 def test_taken_in_eager_code(device, name):
@@ -133,7 +135,7 @@ def test_saved_tensors_go_through_hooks(device, name):
     assert_same(hooked, results(function, inputs))
 
 
-# --- not taken ------------------------------------------------------------------------------------------------------
+# --- not taken ----------------------------------------------------------------------------------------------
 
 
 def test_dispatch_modes_see_the_op(device, name):
@@ -252,7 +254,7 @@ def test_nothing_is_recorded_inside_of_another_op(device, name):
     assert not any(t.requires_grad for t in as_tuple(outputs))
 
 
-# --- ops that write ---------------------------------------------------------------------------------------------------
+# --- ops that write -----------------------------------------------------------------------------------------
 
 
 def test_a_write_is_counted_and_refused_by_autograd(device):

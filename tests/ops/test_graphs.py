@@ -33,7 +33,7 @@ class Call(torch.nn.Module):
         return self.function(*inputs)
 
 
-# --- compilers ----------------------------------------------------------------------------------------------------
+# --- compilers ----------------------------------------------------------------------------------------------
 
 
 def test_compile_without_graph_break_or_recompile(device, name):
@@ -124,7 +124,7 @@ def test_export_with_a_dynamic_token_dimension(device, name):
     assert_same(as_tuple(program.module()(*others)), as_tuple(case.function(*others)))
 
 
-# --- TorchScript --------------------------------------------------------------------------------------------------
+# --- TorchScript --------------------------------------------------------------------------------------------
 
 
 class ScriptedHead(torch.nn.Module):
@@ -181,11 +181,12 @@ def test_scripted_module_saved_and_loaded(device, module, inputs):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-# --- autocast and checkpoints -------------------------------------------------------------------------------------
+# --- autocast and checkpoints -------------------------------------------------------------------------------
 
 
 def test_autocast(device, name):
-    """Operands come from float32 layers under autocast, as in a model; the parameters get float32 gradients."""
+    """Operands come from float32 layers under autocast, as in a model; the parameters get float32
+    gradients."""
     case, dtype = CASES[name], DTYPES[-1]
     inputs = inputs_of(name, device)
     layer = torch.randn(2, 24, inputs[0].shape[-1], device=device)
@@ -247,7 +248,7 @@ def test_checkpoint_of_an_mlp_with_inplace_backward(device, use_reentrant):
     assert_same(checkpointed, results(lambda *t: mlp(*t, inplace=False), inputs))
 
 
-# --- CUDA graphs --------------------------------------------------------------------------------------------------
+# --- CUDA graphs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

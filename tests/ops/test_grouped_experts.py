@@ -1,4 +1,5 @@
-"""grouped_experts against a loop over experts: values, all gradients, routings, memory, and what has no effect."""
+"""grouped_experts against a loop over experts: values, all gradients, routings, memory, and what has no
+effect."""
 
 import pytest
 import torch
@@ -84,13 +85,14 @@ FORMS = {
 
 
 def check(index, *draws, **options):
-    """Against the loop, in the same dtype and in float64. ``draws``: the differentiable arguments, once or more."""
+    """Against the loop, in the same dtype and in float64. ``draws``: the differentiable arguments, once or
+    more."""
 
     def call(function):
         return lambda x, *rest: function(x, index, *rest, **options)
 
-    # The gradient of the routing weights is float32, but both formulas round a product of x to the dtype of x first.
-    # It is a sum of other terms than that of the loop, which may cancel more.
+    # The gradient of the routing weights is float32, but both formulas round a product of x to the dtype of x
+    # first. It is a sum of other terms than the sum of the loop, which may cancel more.
     rounding = max(torch.finfo(draws[0][0].dtype).eps / torch.finfo(torch.float32).eps, 16.0)
     check_draws(call(liger.grouped_experts), call(plain), draws, intermediate=rounding)
 
@@ -110,8 +112,8 @@ def test_forms(device, form, dtype, biased):
     index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
     inputs = make(device, dtype, biased=biased, transposed=FORMS[form].get("is_transposed", False))
     if form.endswith("clamped") and dtype != torch.float32:
-        # Multiples of 1/2: gate and up are exact, whichever GEMM computes them, so no rounding moves one across the
-        # clamp, where the gradient jumps.
+        # Multiples of 1/2: gate and up are exact, whichever GEMM computes them, so no rounding moves one
+        # across the clamp, where the gradient jumps.
         for i in (0, 2, 4)[: 3 if biased else 2]:
             inputs[i] = (2 * inputs[i]).round() / 2
     check(index, inputs, **FORMS[form])
@@ -195,7 +197,8 @@ def gradients(inputs, index, upstream, **options):
 @pytest.mark.parametrize("hidden", [HIDDEN, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts_and_choices_without_effect_leave_no_trace(device, dtype, hidden):
-    """Parameters of an expert without tokens, and weights of sentinels, may be NaN; their gradients are zero."""
+    """Parameters of an expert without tokens, and weights of sentinels, may be NaN; their gradients are
+    zero."""
     index = torch.tensor([[0, 2, 3], [3, 9, 0], [4, 5, 2]]).to(device)
     inputs = make(device, dtype, tokens=3, hidden=hidden, biased=True)
     upstream = torch.randn_like(inputs[0])
@@ -260,11 +263,11 @@ def test_module(device, options):
     assert module.gate_up_proj.abs().max() <= HIDDEN**-0.5 and "activation=" in repr(module)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(function, *given):
-    """Bytes of the storages that autograd saves, less those of the given tensors."""
+    """Bytes of the storages that autograd saves, without the given tensors."""
     known = {t.untyped_storage().data_ptr() for t in given}
     found = {}
 
@@ -318,7 +321,7 @@ def test_the_backward_writes_over_what_was_kept(device):
         assert torch.equal(saved, before) == retain
 
 
-# --- grouped GEMMs ------------------------------------------------------------------------------------------------
+# --- grouped GEMMs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends", [[0, 3, 3, 9], [4, 4, 4, 4], [0, 0, 0, 0], [2, 5, 7, 12]], ids=str)
@@ -370,7 +373,7 @@ def test_bfloat16_does_not_synchronise(device):
         gradients(inputs, index, upstream)
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -382,7 +385,7 @@ def test_bfloat16_does_not_synchronise(device):
         ({"top_k_weights": lambda t: t[:, :2]}, r"top_k_weights has shape \(13, 2\), expected \(13, 3\)"),
         ({"gate_up_proj": lambda t: t.mT}, r"gate_up_proj has shape \(5, 16, 48\), expected \(5, 48, 16\)"),
         ({"down_proj": lambda t: t[..., 0]}, r"down_proj has shape \(5, 16\), expected \(E, H, I\)"),
-        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected that of x, float32"),
+        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected the dtype of x, float32"),
         ({"x": lambda t: t.long()}, "x has dtype int64, expected float16"),
         ({"activation": lambda _: "relu"}, "activation is 'relu', expected 'silu', 'gelu_tanh'"),
         ({"limit": lambda _: 0.0}, "limit is 0, expected a positive, finite value"),

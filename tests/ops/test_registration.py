@@ -1,5 +1,5 @@
-"""What must hold for every op of torch.ops.liger. A new op fails here until it is complete: docs/contributing.md lists
-its files."""
+"""What must hold for every op of torch.ops.liger. A new op fails here until it is complete:
+docs/contributing.md lists its files."""
 
 import importlib
 import importlib.util
@@ -66,8 +66,8 @@ def run(op, arguments):
 
 
 def differentiable_inputs(arguments, op=None):
-    """Arguments whose floating tensors of two and more dimensions require grad: weights of classes have one. Not those
-    of a teacher, which is frozen."""
+    """Arguments whose floating tensors of two and more dimensions require grad: weights of classes have one.
+    Not the gradients of a teacher, which is frozen."""
     if op is not None:
         schema = overload(op)._schema.arguments
         return tuple(
@@ -120,7 +120,8 @@ def test_families_hold_nothing_else():
 
 
 def samples_of(ops):
-    """Parameters of a test: every op with its first sample, and with the others, since opcheck compiles each."""
+    """Parameters of a test: every op with its first sample, and with the others, since opcheck compiles
+    each."""
     first = [pytest.param(op, slice(0, 1), id=op) for op in ops]
     several = [op for op in ops if op in SAMPLES and len(SAMPLES[op](torch.device("cpu"))) > 1]
     return first + [
@@ -134,8 +135,8 @@ def test_opcheck(device, op, chosen):
         torch.library.opcheck(overload(op), arguments)
 
 
-# They return what is for their backward: activations that it writes over, which traced code leaves alone, or gradients,
-# which have no derivative. Tracing is tested on the composites, which do not return them.
+# They return what is for their backward: activations that it writes over, which traced code leaves alone, or
+# gradients, which have no derivative. Tracing is tested on the composites, which do not return them.
 RETURNING_THEIR_BACKWARD = (
     "cross_entropy_forward",
     "divergence_forward",
@@ -196,7 +197,8 @@ def test_fake_outputs_are_the_real_ones(device, op):
 
 
 def bits(tensor):
-    """Of all elements: what an op saves for its backward may have rows that it never writes, NaN among them."""
+    """Of all elements: what an op saves for its backward may have rows that it never writes, NaN among
+    them."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -241,7 +243,8 @@ def test_writing_ops_refuse_autograd(device, op):
 
 @pytest.mark.parametrize("op", WRITING)
 def test_writing_ops_agree_with_the_functional_ones(device, op):
-    """The results of the functional op are what was written or, if the op has results too, those and then that."""
+    """The results of the functional op are what was written or, if the op has results too, those and then
+    that."""
     if op.endswith("glu_backward_product_"):
         pytest.skip("test_gated.py compares it: its functional form has its results in another order")
     if op == "divergence_ce_forward_":
@@ -306,7 +309,7 @@ def test_every_device_has_a_kernel(op):
         )
 
 
-# --- signatures ---------------------------------------------------------------------------------------------------
+# --- signatures ---------------------------------------------------------------------------------------------
 
 
 def assert_takes_the_schema(function, op):
@@ -366,7 +369,8 @@ def test_every_op_has_a_public_function():
     assert not missing, f"not imported and in __all__ of python/liger/__init__.py: {sorted(missing)}"
 
 
-# Ops of two tensors of logits: test_divergence.py and test_fused_linear_divergence.py compile and script them.
+# Ops of two tensors of logits: test_divergence.py and test_fused_linear_divergence.py compile and script
+# them.
 DIVERGENCES = {"kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"}
 
 

@@ -1,7 +1,8 @@
 """Every Triton launch compiles for every architecture, without a GPU.
 
-The launchers run on CPU tensors with the launch itself replaced by a recorder, so what is compiled is exactly what they
-would launch: the same constants, the same specialisation of strides and pointers, the same number of warps.
+The launchers run on CPU tensors with the launch itself replaced by a recorder, so what is compiled is exactly
+what they would launch: the same constants, the same specialisation of strides and pointers, the same number
+of warps.
 """
 
 # ruff: noqa: E402  (Triton is optional)
@@ -250,7 +251,8 @@ LAUNCHES |= {
 
 
 def source_and_options(kernel, args, kwargs):
-    """What ``kernel[grid](*args, **kwargs)`` would compile: its specialised source and the compiler options."""
+    """What ``kernel[grid](*args, **kwargs)`` would compile: its specialised source and the compiler
+    options."""
     names = [p.name for p in kernel.params]
     values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     options = {k: v for k, v in kwargs.items() if k not in names}
@@ -320,7 +322,8 @@ def record(monkeypatch, module, dtype, **sizes):
     return launches
 
 
-# Bytes per block, of compute capability 8.6, 8.9 and 12.0: plans for CPU tensors are those of the smallest GPU.
+# Bytes per block, of compute capability 8.6, 8.9 and 12.0: plans for CPU tensors are the plans of the
+# smallest GPU.
 SMALLEST_SHARED_MEMORY = 101376
 
 # One launch of every kernel for one of the six kinds in a quick run.

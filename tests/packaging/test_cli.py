@@ -34,7 +34,7 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-# --- info -----------------------------------------------------------------------------------------------------------
+# --- info ---------------------------------------------------------------------------------------------------
 
 
 def test_info_as_json(capsys, monkeypatch):
@@ -106,7 +106,7 @@ def test_every_public_function_has_the_op_that_it_calls():
     assert {name: op for name, op in info.FUNCTIONS.items() if op not in called[name]} == {}
 
 
-# --- help -----------------------------------------------------------------------------------------------------------
+# --- help ---------------------------------------------------------------------------------------------------
 
 HELP = """
 import sys
@@ -153,7 +153,7 @@ def test_every_command_has_its_module():
         assert callable(importlib.import_module(f"liger.cli.{command}").run)
 
 
-# --- variables ------------------------------------------------------------------------------------------------------
+# --- variables ----------------------------------------------------------------------------------------------
 
 # Variables that are read when liger is imported: an invalid value, and what the command says.
 INVALID = {
@@ -226,7 +226,7 @@ def test_human_bytes():
     assert {count: _format.human_bytes(count) for count in cases} == cases
 
 
-# --- demo -----------------------------------------------------------------------------------------------------------
+# --- demo ---------------------------------------------------------------------------------------------------
 
 
 def runs(difference, rounding):

@@ -99,7 +99,8 @@ def test_text_decoder_of_an_image_text_model(model_type, tmp_path, capsys):
 
 
 def test_layers_of_a_vision_tower_do_not_count(tmp_path, capsys):
-    """Those of Qwen2.5-VL have the form of decoder layers. Its text model is Qwen2 with rotations by sections."""
+    """Those of Qwen2.5-VL have the form of decoder layers. Its text model is Qwen2 with rotations by
+    sections."""
     sizes = {name: value for name, value in LLAMA_1B.items() if name not in ("model_type", "head_dim")}
     totals = []
     for settings in ({"model_type": "qwen2_5_vl", "text_config": sizes}, {"model_type": "qwen2", **sizes}):
@@ -124,7 +125,7 @@ def test_options_without_a_meaning(config, capsys):
 )
 def test_sizes_are_needed_without_a_model(given, missing, capsys):
     assert cli.main(["plan", *given]) == 2
-    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; that of the decoder"
+    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; the plan of"
     assert capsys.readouterr().err.startswith(words)
 
 

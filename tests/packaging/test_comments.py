@@ -1,4 +1,5 @@
-"""Comments of csrc and triton_kernels are at most 110 columns wide; the formatters leave comments alone in places."""
+"""Comments of csrc and triton_kernels are at most 110 columns wide; the formatters leave comments alone in
+places."""
 
 import ast
 import io
@@ -14,7 +15,8 @@ PYTHON = list((ROOT / "triton_kernels").glob("*.py"))
 
 
 def comment_lines_of_cxx(text):
-    """(line number, line) of each line with a comment. Lines of code alone, such as schemas, may be longer."""
+    """(line number, line) of each line with a comment. Lines of code alone, such as schemas, may be
+    longer."""
     return [(number, line) for number, line in enumerate(text.splitlines(), 1) if "//" in line]
 
 

@@ -1,6 +1,8 @@
-"""The documentation site: every page has its place, the build is strict, and the reference has every public name.
+"""The documentation site: every page has its place, the build is strict, and the reference has every public
+name.
 
-The build needs MkDocs: in this environment, or in that of ``make docs``. The navigation is compared without it.
+The build needs MkDocs: in this environment, or in the environment of ``make docs``. The navigation is
+compared without it.
 """
 
 import importlib.util
@@ -156,7 +158,8 @@ def test_the_reference_lists_every_schema():
 
 
 def documented_names():
-    """Every public name with ``liger.`` before it: the registry's, and those of the packages that it leaves out."""
+    """Every public name with ``liger.`` before it: the registry's, and the names of the packages that it
+    leaves out."""
     names = {f"liger.{name}" for name in public_callables.public_names()}
     for package in ("distributed", "transformers"):
         names |= {f"liger.{package}.{name}" for name in getattr(liger, package).__all__}

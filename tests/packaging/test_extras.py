@@ -1,4 +1,5 @@
-"""Without an optional package: every public name works, or the error has the command that installs the package."""
+"""Without an optional package: every public name works, or the error has the command that installs the
+package."""
 
 import json
 import os

@@ -1,7 +1,8 @@
-"""The rooms of liger form layers: a module imports from the rooms below its own only, and no import is circular.
+"""The rooms of liger form layers: a module imports from the rooms below its own only, and no import is
+circular.
 
-A room is a folder of modules. Imports within functions count as well. ``liger._core.op.backend`` loads the modules of
-``liger.triton_kernels`` by names that the ops give it, which is no import of that package.
+A room is a folder of modules. Imports within functions count as well. ``liger._core.op.backend`` loads the
+modules of ``liger.triton_kernels`` by names that the ops give it, which is no import of that package.
 """
 
 import ast

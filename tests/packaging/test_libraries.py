@@ -1,4 +1,5 @@
-"""The installed libraries: what they need, which torch they are loaded into, and how long the import takes."""
+"""The installed libraries: what they need, which torch they are loaded into, and how long the import
+takes."""
 
 import re
 import shutil
@@ -32,7 +33,8 @@ def test_libraries_use_the_stable_abi_of_the_oldest_torch(path):
 
 @pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
 def test_libraries_define_all_their_functions(path):
-    """A source file that CMakeLists.txt does not list is noticed when a library is loaded, which needs a CUDA torch."""
+    """A source file that CMakeLists.txt does not list is noticed when a library is loaded, which needs a CUDA
+    torch."""
     if shutil.which("nm") is None:
         pytest.skip("needs nm")
     _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)

@@ -1,7 +1,7 @@
 """Kernels whose code exists for some architectures only, in sizes that choose them.
 
-They are chosen by the code that the device runs, so a build for an older capability is right, too: through PTX, as
-``make gpu-test-archs`` builds it.
+They are chosen by the code that the device runs, so a build for an older capability is right, too: through
+PTX, as ``make gpu-test-archs`` builds it.
 """
 
 import pytest
@@ -69,7 +69,8 @@ def test_group_norm(dtype, shape):
 
 @pytest.mark.parametrize("hidden", [512, 4096, 8192])
 def test_parameter_gradients_wait_for_their_parts(hidden):
-    """The kernel that sums them may begin before the one that makes them has ended, where both are compiled for it."""
+    """The kernel that sums them may begin before the one that makes them has ended, where both are compiled
+    for it."""
     x, weight = _normal(16384, hidden, dtype=torch.bfloat16), torch.ones(hidden, device="cuda").bfloat16()
     with compiled():
         rstd = torch.ops.liger.rms_norm(x, weight, 1e-6, 0.0, "llama")[1]

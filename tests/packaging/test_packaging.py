@@ -19,7 +19,7 @@ from packages import NODES, OLDEST_TORCH, ROOT, call
 pytestmark = pytest.mark.packaging
 
 
-# --- sdist and wheel ------------------------------------------------------------------------------------------------
+# --- sdist and wheel ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
-    """(path, build log) of a wheel without CUDA kernels, built from the sdist: so nothing is missing from that."""
+    """(path, build log) of a wheel without CUDA kernels, built from the sdist: so nothing is missing from
+    that."""
     folder = tmp_path_factory.mktemp("wheel")
     _, log = call(
         *(
@@ -175,12 +176,13 @@ def test_commit_hooks_have_the_versions_of_the_test_extra():
         assert set(re.findall(rf'"{tool}==([\d.]+)"', hooks)) == {wanted}, tool
 
 
-# --- installing -----------------------------------------------------------------------------------------------------
+# --- installing ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fresh_python(tmp_path):
-    """The interpreter of a new virtual environment that sees the packages of this one, but not its own liger first."""
+    """The interpreter of a new virtual environment that sees the packages of this one, but not its own liger
+    first."""
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv/bin/python"
     _, purelib = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")

@@ -23,7 +23,8 @@ PAGES = [
 ]
 README = (ROOT / "README.md").read_text()
 PYTHON = [block for page in PAGES for block in python_blocks(page)]
-# Blocks that are compiled only: each is marked on its page with a reason that a test environment cannot remove.
+# Blocks that are compiled only: each is marked on its page with a reason that a test environment cannot
+# remove.
 NOT_RUN = 5
 # A word that begins with one of these folders is a path. An sdist lacks the first two.
 FOLDERS = [
@@ -114,7 +115,7 @@ def test_links_lead_somewhere(page):
 
 
 def is_source(folder):
-    """Whether a folder is part of the repository: .gitignore leaves out the others."""
+    """True if a folder is part of the repository: .gitignore leaves out the others."""
     return folder in FOLDERS or not (folder.startswith(".") or folder in GENERATED)
 
 
@@ -135,8 +136,9 @@ def alternatives(path):
 
 
 def paths_named(text):
-    """Words in backticks and in blocks of commands that look like a path of the repository; of a file name without a
-    folder, only one that stands in backticks alone: arguments of commands may be files of the reader."""
+    """Words in backticks and in blocks of commands that look like a path of the repository; of a file name
+    without a folder, only one that stands in backticks alone: arguments of commands may be files of the
+    reader."""
     paragraphs = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).split("\n\n")
     spans = itertools.chain.from_iterable(re.findall(r"`([^`]+)`", paragraph) for paragraph in paragraphs)
     for words in map(str.split, [*spans, *blocks(text, "bash")]):
@@ -153,7 +155,7 @@ def paths_named(text):
 
 
 def exists(path, page):
-    """Whether a path, from ROOT, from the page or as the last parts of a file's, leads to something."""
+    """True if a path, from ROOT, from the page or as the last parts of a file's, leads to something."""
     for start in (ROOT, page.parent):
         if any(start.glob(path)):
             return True
@@ -162,7 +164,8 @@ def exists(path, page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_exist(page):
-    """Globs and ``{a,b}`` are allowed; names in angle brackets are skipped; a bare file name is in any folder."""
+    """Globs and ``{a,b}`` are allowed; names in angle brackets are skipped; a bare file name is in any
+    folder."""
     named = itertools.chain.from_iterable(map(alternatives, paths_named(page.read_text())))
     assert not sorted({path for path in named if not exists(path, page)})
 

@@ -1,4 +1,5 @@
-"""scripts/release_check.py: what it accepts, and what it refuses. The whole script takes hours and is not run here."""
+"""scripts/release_check.py: what it accepts, and what it refuses. The whole script takes hours and is not run
+here."""
 
 import json
 import re
@@ -56,7 +57,7 @@ def library(tmp_path_factory):
     return folder / "k.so"
 
 
-# --- size per architecture ------------------------------------------------------------------------------------------
+# --- size per architecture ----------------------------------------------------------------------------------
 
 
 @pytest.mark.packaging
@@ -86,7 +87,7 @@ def test_an_unknown_layout_of_gpu_code_is_an_error(library):
         fatbin.code_sizes(b"MZ" * 100)
 
 
-# --- registers and stack --------------------------------------------------------------------------------------------
+# --- registers and stack ------------------------------------------------------------------------------------
 
 
 @pytest.mark.packaging
@@ -162,7 +163,7 @@ def test_every_architecture_of_a_release_is_recorded():
         assert ("liger::rms_norm_kernel", arch) in recorded
 
 
-# --- wheels ---------------------------------------------------------------------------------------------------------
+# --- wheels -------------------------------------------------------------------------------------------------
 
 
 def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manylinux_2_28_x86_64", name=None):
@@ -241,7 +242,7 @@ def test_a_library_outside_the_stable_abi(tmp_path):
         require_stable_abi(library)
 
 
-# --- the script -----------------------------------------------------------------------------------------------------
+# --- the script ---------------------------------------------------------------------------------------------
 
 
 def test_a_failed_step_is_reported_and_the_next_one_runs(capsys):

@@ -1,5 +1,5 @@
-"""The ops of torch.ops.liger still take the calls that those of the last release took: compiled graphs and exported
-programs contain such calls."""
+"""The ops of torch.ops.liger still take the calls that the ops of the last release took: compiled graphs and
+exported programs contain such calls."""
 
 import op_schemas
 import pytest
@@ -7,7 +7,8 @@ import torch
 
 
 def accepts_calls_of(schema, released):
-    """Whether a call that was written for another schema still works, with results of the same number and kind."""
+    """True if a call that was written for another schema still works, with results of the same number and
+    kind."""
     return schema is not None and schema.is_backward_compatible_with(torch._C.parse_schema(released))
 
 

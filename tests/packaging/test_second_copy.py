@@ -1,4 +1,5 @@
-"""A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of both."""
+"""A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of
+both."""
 
 import shutil
 
@@ -24,8 +25,8 @@ def test_a_package_beside_a_loaded_copy_does_not_import(copy):
     status, errors = run(f"import torch; torch.ops.load_library({str(copy)!r}); import liger")
     assert status == 1
     assert errors.splitlines()[-1].startswith(
-        f"ImportError: liger: this process has the ops of torch.ops.liger from {copy} already, and cannot have those "
-        f"of {LIBRARY}"
+        f"ImportError: liger: this process has the ops of torch.ops.liger from {copy} already, and cannot load the "
+        f"ops of {LIBRARY} as well"
     )
 
 

@@ -14,7 +14,8 @@ ANY = "\0"
 
 
 def _parts(node):
-    """A string expression of Python with ANY for each part that is formatted in; None for any other expression."""
+    """A string expression of Python with ANY for each part that is formatted in; None for any other
+    expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

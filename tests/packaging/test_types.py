@@ -25,8 +25,8 @@ def imported(module):
 
 
 def public_functions(module):
-    """(qualified name, function) of the public functions of a module, and of the methods by which its classes are
-    used. Methods that another package defines are left out."""
+    """(qualified name, function) of the public functions of a module, and of the methods by which its classes
+    are used. Methods that another package defines are left out."""
     for name in module.__all__:
         value = getattr(module, name)
         if inspect.isclass(value):

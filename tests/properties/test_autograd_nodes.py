@@ -1,6 +1,7 @@
 """Autograd nodes in C++ do what those in Python do: results, errors, hooks, whatever is asked of a backward.
 
-The files of this folder and tests/ops run with the nodes that the installation has. Here both kinds are compared.
+The files of this folder and tests/ops run with the nodes that the installation has. Here both kinds are
+compared.
 """
 
 import gc
@@ -95,7 +96,8 @@ def upstream_of(outputs):
 
 
 def differentiated(kind, args, requires_grad, with_outputs=None, wanted=None, **options):
-    """Outputs, and the gradients of some of them with respect to all inputs that require grad, or to those wanted."""
+    """Outputs, and the gradients of some of them with respect to all inputs that require grad, or to those
+    wanted."""
     given = leaves(args, requires_grad)
     outputs = kind(*given)
     roots = [i for i, o in enumerate(outputs) if o.requires_grad]

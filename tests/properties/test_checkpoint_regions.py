@@ -1,4 +1,5 @@
-"""Every public callable in torch's checkpoint: whole regions, and selective policies, which save some results."""
+"""Every public callable in torch's checkpoint: whole regions, and selective policies, which save some
+results."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""``torch.set_default_dtype`` changes no bit of any result or gradient: no intermediate gets its dtype from there."""
+"""``torch.set_default_dtype`` changes no bit of any result or gradient: no intermediate gets its dtype from
+there."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,5 @@
-"""Tensors of several devices raise, naming op and argument; meta tensors alone give the shapes of the results."""
+"""Tensors of several devices raise, naming op and argument; meta tensors alone give the shapes of the
+results."""
 
 import re
 from functools import cache
@@ -12,10 +13,11 @@ from liger._core.op import backend
 from liger._core.op.kernel_checks import checking_arguments, checking_devices
 
 GPU = torch.cuda.is_available()
-# Their products with weights, before any op of liger, are torch's own, which does not look at the device of a weight on
-# meta. A module may have such weights until its hooks fetch them.
+# Their products with weights, before any op of liger, are torch's own, which does not look at the device of a
+# weight on meta. A module may have such weights until its hooks fetch them.
 OF_TORCH = ("tiled", "nn.SwiGLUMLP", "nn.GEGLUMLP")
-# Not asked for: what a reference says, without a penalty for leaving it, and the divergence of a loss that has none.
+# Not asked for: what a reference says, without a penalty for leaving it, and the divergence of a loss that
+# has none.
 UNREAD = [("losses.PPO", "ref_per_token_logps"), ("losses.KTO apo_zero_unpaired", "kl")]
 
 
@@ -33,7 +35,7 @@ def one_elsewhere():
     return found
 
 
-# Devices beside that of the other tensors; a test without a GPU has the first.
+# Devices other than the device of the other tensors; a test without a GPU has the first.
 ELSEWHERE = ["meta", *(["cpu"] if GPU else []), *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
 
 
@@ -65,7 +67,8 @@ def test_a_tensor_of_another_device_raises(name, tensors, elsewhere, device):
 
 @cache
 def tensors_of_ops():
-    """(op, position of an argument): every tensor of the raw ops, whose backends check what public functions do not."""
+    """(op, position of an argument): every tensor of the raw ops, whose backends check what public functions
+    do not."""
     found = []
     for op in SAMPLES:
         if not op.startswith("check_"):
@@ -90,9 +93,11 @@ def test_a_tensor_of_another_device_raises_in_ops(op, elsewhere, device):
 
 
 def tensors_of_forwards():
-    """(op, position): of the ops with several backends that public functions call without a check of devices."""
+    """(op, position): of the ops with several backends that public functions call without a check of
+    devices."""
     own = {op: family for family in backend.FAMILIES.values() for op in family.torch_kernels}
-    # Each backend of rescale has a check of its own; the public functions of the divergences check before the op.
+    # Each backend of rescale has a check of its own; the public functions of the divergences check before the
+    # op.
     return [
         (own[op], op, place)
         for op, place in tensors_of_ops()
@@ -104,8 +109,8 @@ def tensors_of_forwards():
     ("family", "op", "place"), tensors_of_forwards(), ids=lambda v: getattr(v, "name", v)
 )
 def test_the_same_words_in_every_backend(family, op, place):
-    """The check of the compiled kernels, which those of torch make as well, that of the dispatcher for meta tensors,
-    and that before Triton kernels where there are several GPUs."""
+    """The check of the compiled kernels, which the kernels of torch make as well, the check of the dispatcher
+    for meta tensors, and the check before Triton kernels where there are several GPUs."""
     given = list(SAMPLES[op](torch.device("cpu"))[0])
     given[place] = given[place].detach().to("meta")
     dispatched, kernel = getattr(torch.ops.liger, op), checking_arguments(op, family.torch_kernels[op])

@@ -1,5 +1,5 @@
-"""DTensors together with plain tensors, or on two meshes: whatever a public callable refuses, it says in the caller's
-words."""
+"""DTensors together with plain tensors, or on two meshes: whatever a public callable refuses, it says in the
+caller's words."""
 
 import inspect
 
@@ -51,7 +51,8 @@ def _callable(public):
 
 
 def _known_names(public, given):
-    """Names of arguments, and of parameters of modules, which are ``gate_proj_weight`` for ``gate_proj.weight``."""
+    """Names of arguments, and of parameters of modules, which are ``gate_proj_weight`` for
+    ``gate_proj.weight``."""
     found = _callable(public)
     function = found.forward if inspect.isclass(found) else found
     return {*inspect.signature(function).parameters, *given, "weight", "bias"} - {"self"}

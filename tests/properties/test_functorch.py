@@ -10,7 +10,7 @@ BATCH = 3
 
 
 def _other_values(t):
-    """Random, of the size of those of t. One element has no standard deviation."""
+    """Random, with the scale of t. One element has no standard deviation."""
     return torch.randn_like(t) * (t.std() if t.numel() > 1 else t.abs())
 
 

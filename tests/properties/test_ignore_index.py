@@ -1,4 +1,5 @@
-"""Every op whose schema has ``ignore_index``, with int32 targets and a number that no int32 target can have."""
+"""Every op whose schema has ``ignore_index``, with int32 targets and a number that no int32 target can
+have."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""What is ignored leaves no trace, whatever is there: NaN or infinities in its place change no bit of any result or
-gradient, and its own gradient is exactly zero."""
+"""What is ignored leaves no trace, whatever is there: NaN or infinities in its place change no bit of any
+result or gradient, and its own gradient is exactly zero."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_nor_in_a_captured_graph(device, name, dtype):
     assert_no_trace(name, given, found, expected)
 
 
-# --- sizes at which other kernels serve ---------------------------------------------------------------------------
+# --- sizes at which other kernels serve ---------------------------------------------------------------------
 
 
 def _head(device, rows, hidden, vocab, dtype):

@@ -1,4 +1,5 @@
-"""No call writes a tensor that it was given, whatever it is: an input, a weight, a teacher, a mask or a target."""
+"""No call writes a tensor that it was given, whatever it is: an input, a weight, a teacher, a mask or a
+target."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""Offsets that all logits of a row have. No probability depends on them, so no loss and no gradient may lose digits.
+"""Offsets that all logits of a row have. No probability depends on them, so no loss and no gradient may lose
+digits.
 
-The logits are exact in float32. By the rule of :func:`cases.assert_as_exact_as_torch`: plain torch takes the maximum of
-each row away before anything is rounded.
+The logits are exact in float32. By the rule of :func:`cases.assert_as_exact_as_torch`: plain torch takes the
+maximum of each row away before anything is rounded.
 """
 
 import math
@@ -46,7 +47,8 @@ def of_logits(**options):
 
 
 def of_head(function, **options):
-    """A head whose logits are z: hidden states of the unit matrix, and the transposed logits as the weight."""
+    """A head whose logits are z: hidden states of the unit matrix, and the transposed logits as the
+    weight."""
 
     def ours(z, y):
         found = function(torch.eye(ROWS, dtype=z.dtype, device=z.device), z.t(), y, **options)
@@ -163,7 +165,8 @@ DIVERGENCES = {
 def test_divergences(device, name, pair, vocab):
     function, options, plain = DIVERGENCES[name]
     student, teacher = (shifted(vocab, device, offset) for offset in pair)
-    # The most probable class of both: signs of p - q differ among the classes, so no gradient of tvd is exactly 0.
+    # The most probable class of both: signs of p - q differ among the classes, so no gradient of tvd is
+    # exactly 0.
     student[:, 0], teacher[:, 0] = student.amax(1), teacher.amax(1)
     teacher[:, 1:] = torch.where(teacher[:, 1:] == teacher[:, :1], teacher.amin(), teacher[:, 1:])
     check_op(

@@ -20,7 +20,7 @@ def written():
 
 
 def shared():
-    """(op, the name of a written tensor, that of another one which has the same shape and dtype)."""
+    """(op, the name of a written tensor, the name of another one which has the same shape and dtype)."""
     found = []
     for op in WRITING:
         sample = SAMPLES[op](torch.device("cpu"))[0]

@@ -1,10 +1,10 @@
-"""Results may be written in place, as those of torch: a residual that is added to them, a dropout."""
+"""Results may be written in place, as results of torch: a residual that is added to them, a dropout."""
 
 import pytest
 import torch
 from public_callables import CASES, arguments, cases, differentiable_outputs, weighted_sum
 
-# Their backward reads a result, as that of torch.softmax does.
+# Their backward reads a result, as the backward of torch.softmax does.
 READ_BY_THE_BACKWARD = ["softmax", "nn.Softmax", "fused_add_rms_norm"]
 
 

@@ -1,7 +1,8 @@
-"""Every public callable with every option under every tracer: results and gradients of the eager call, or a refusal.
+"""Every public callable with every option under every tracer: results and gradients of the eager call, or a
+refusal.
 
-The settings come from the signatures (tests/support/api/public_options.py). Hidden states are computed in the traced
-code, and require grad there; weights are parameters of the traced module.
+The settings come from the signatures (tests/support/api/public_options.py). Hidden states are computed in the
+traced code, and require grad there; weights are parameters of the traced module.
 """
 
 import io
@@ -44,7 +45,7 @@ class _Tensors(_Traced):
         return tuple(t for t in tree_leaves(super().forward(*inputs)) if isinstance(t, torch.Tensor))
 
 
-# --- tracers: (module, inputs) -> (a callable, its parameters by name) ------------------------------------------------
+# --- tracers: (module, inputs) -> (a callable, its parameters by name) --------------------------------------
 
 
 def _exported(module, inputs, **how):
@@ -169,7 +170,7 @@ def test_every_refusal_is_tested():
     assert tried >= REFUSED
 
 
-# --- programs that outlive their process ------------------------------------------------------------------------------
+# --- programs that outlive their process --------------------------------------------------------------------
 
 
 def _saved(setting, path):

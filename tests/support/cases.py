@@ -26,7 +26,8 @@ def compiled():
 
 
 def poison_memory():
-    """Leaves not-a-numbers in the memory of the device that comes next: what is read before it is written shows."""
+    """Leaves not-a-numbers in the memory of the device that comes next: what is read before it is written
+    shows."""
     for mib in (1, 4, 32, 128):
         torch.full((mib << 18,), torch.nan, device="cuda")
 
@@ -41,10 +42,10 @@ def error(actual, exact):
 
 
 def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
-    """The error against the exact (float64) value is at most twice that of plain torch in the same dtype, plus the
-    rounding of the dtype itself: no tolerance is tuned by hand. Where the result depends on a float32 intermediate
-    whose absolute error becomes a relative one, such as the argument of an exponential, ``intermediate`` is its
-    size."""
+    """The error against the exact (float64) value is at most twice the error of plain torch in the same
+    dtype, plus the rounding of the dtype itself: no tolerance is tuned by hand. Where the result depends on a
+    float32 intermediate whose absolute error becomes a relative one, such as the argument of an exponential,
+    ``intermediate`` is its size."""
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(actual).all() or not torch.isfinite(exact).all(), f"{name}: not finite"
     floor = 2 * torch.finfo(actual.dtype).eps + intermediate * torch.finfo(torch.float32).eps
@@ -55,7 +56,8 @@ def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
 
 
 def forward_backward(function, inputs, grad_outputs=None):
-    """(outputs, gradients) of ``function(*inputs)`` for random or given upstream gradients; leaves are made anew."""
+    """(outputs, gradients) of ``function(*inputs)`` for random or given upstream gradients; leaves are made
+    anew."""
     leaves = [
         t.detach().clone().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs
     ]
@@ -71,15 +73,15 @@ def forward_backward(function, inputs, grad_outputs=None):
 
 
 def check_op(function, plain, inputs, intermediate=0.0):
-    """Outputs and gradients of ``function`` against those of ``plain`` in the same dtype and in float64."""
+    """Outputs and gradients of ``function`` against ``plain`` in the same dtype and in float64."""
     check_draws(function, plain, [inputs], intermediate)
 
 
 def check_draws(function, plain, draws, intermediate=0.0):
     """:func:`check_op` of the results of several draws of the inputs, stacked.
 
-    For a result of one number: its error may be any multiple of that of plain torch, which is zero by chance, and
-    relative to itself it has no bound where its terms cancel.
+    For a result of one number: its error may be any multiple of the error of plain torch, which is zero by
+    chance, and relative to itself it has no bound where its terms cancel.
     """
     runs = []
     for inputs in draws:
@@ -96,9 +98,11 @@ def check_draws(function, plain, draws, intermediate=0.0):
 
 
 def far_apart(tensor):
-    """The same values, 2^30 elements apart in the last dimension: 32-bit offsets overflow from the third one on.
+    """The same values, 2^30 elements apart in the last dimension: 32-bit offsets overflow from the third one
+    on.
 
-    A CPU maps the pages that are written alone; a GPU needs the memory, and where it is not free the test is skipped.
+    A CPU maps the pages that are written alone; a GPU needs the memory, and where it is not free the test is
+    skipped.
     """
     step, columns = 1 << 30, tensor.shape[-1]
     size = columns * step * tensor.element_size()

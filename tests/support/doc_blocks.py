@@ -2,8 +2,8 @@
 
 A comment right before a block, which readers of the page do not see, is one of:
 
-    <!-- setup              Code that runs before the block: the tensors and models that the page leaves to the
-    hidden = ...            reader.
+    <!-- setup              Code that runs before the block: the tensors and models that the page leaves to
+    hidden = ...            the reader.
     -->
 
     <!-- not run: reason -->    The block is compiled only.

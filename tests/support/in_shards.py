@@ -1,5 +1,5 @@
-"""Functions of an lm_head whose classes are sharded: over the processes of a DTensor, else over all processes, unless a
-call says over which. With a group results are plain tensors."""
+"""Functions of an lm_head whose classes are sharded: over the processes of a DTensor, else over all
+processes, unless a call says over which. With a group results are plain tensors."""
 
 import functools
 import inspect

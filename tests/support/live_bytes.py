@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at one time in tensors that ops made inside the block, the given ones not counted."""
+    """The most bytes alive at one time in tensors that ops made inside the block, the given ones not
+    counted."""
 
     def __init__(self, *given):
         super().__init__()

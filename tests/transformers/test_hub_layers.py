@@ -83,7 +83,8 @@ def test_norms(dtype):
             torch.testing.assert_close(y, expected)
 
 
-# The classes of transformers 5.23 that KernelConfig maps by the name RMSNormGated, with the activations of their gates.
+# The classes of transformers 5.23 that KernelConfig maps by the name RMSNormGated, with the activations of
+# their gates.
 GATED_NORMS = [
     ("bailing_hybrid", "BailingHybridRMSNormGated", "sigmoid"),
     ("glm5_next", "Glm5NextTextRMSNormGated", "sigmoid"),
@@ -111,8 +112,8 @@ def test_gated_norms(model_type, name, activation):
     assert replaced.forward.__func__ is not cls.forward
     x, gate = torch.randn(2, 3, 5, 16)
     assert_same(replaced, norm, x, gate)
-    # Activations in bfloat16 beside weights in float32, as with autocast; all in bfloat16; a gate in float32. In the
-    # last case, and with the sigmoid of qwen4_exp, the layer rounds less often.
+    # Activations in bfloat16 beside weights in float32, as with autocast; all in bfloat16; a gate in float32.
+    # In the last case, and with the sigmoid of qwen4_exp, the layer rounds less often.
     for weights, gates in (("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")):
         norm.to(getattr(torch, weights))
         replaced.to(getattr(torch, weights))
@@ -196,7 +197,7 @@ def test_the_loss():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-# --- whole models -------------------------------------------------------------------------------------------------
+# --- whole models -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

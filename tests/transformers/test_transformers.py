@@ -63,10 +63,10 @@ def test_training_step(device, family):
 
 
 def assert_as_exact_as_plain(ours, theirs, best, dtype):
-    """Loss and gradients are no further from those of float32 than the unpatched model's in the same dtype.
+    """Loss and gradients are no further from float32 than the unpatched model's in the same dtype.
 
-    Thousands of roundings lie between an input and a gradient, and luck decides which of two equally exact models
-    comes closer at one element, so the error is measured over each tensor.
+    Thousands of roundings lie between an input and a gradient, and luck decides which of two equally exact
+    models comes closer at one element, so the error is measured over each tensor.
     """
     pairs = {"loss": [result[0].loss for result in (ours, theirs, best)]}
     pairs |= {name: [result[1][name] for result in (ours, theirs, best)] for name in best[1]}

@@ -31,8 +31,8 @@ def ops_of_a_step(model, given, dtype=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_ops_of_a_model_with_weights_in_float32(model_type, dtype):
-    """Its norms have activations of 16 bits beside weights in float32. Its residual sums stay in float32, so additions
-    of the 16 bits of attention are not fused with the norm after them."""
+    """Its norms have activations of 16 bits beside weights in float32. Its residual sums stay in float32, so
+    additions of the 16 bits of attention are not fused with the norm after them."""
     model, given = liger.patch(tiny(model_type)).train(), inputs_of(model_type)
     expected = ops_of_a_step(twin(model), given)
     found = ops_of_a_step(model, given, dtype)

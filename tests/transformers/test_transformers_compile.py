@@ -1,4 +1,5 @@
-"""torch.compile of a patched model whose graph breaks somewhere inside: losses and gradients of the unpatched model."""
+"""torch.compile of a patched model whose graph breaks somewhere inside: losses and gradients of the unpatched
+model."""
 
 import itertools
 

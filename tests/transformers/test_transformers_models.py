@@ -15,8 +15,8 @@ from model_scan import checks, configs, inputs, models, runner, table  # noqa: E
 from model_scan.report import run  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules, unshifted
-# labels, a model within a model, tied embeddings, auxiliary losses, stateful mixers.
+# One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules,
+# unshifted labels, a model within a model, tied embeddings, auxiliary losses, stateful mixers.
 CHOSEN = (
     "bert", "blip-2", "cohere", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gpt2", "gpt_oss", "granite",
     "inkling2", "inkling_text", "jamba", "kosmos-2.5", "llama", "llama4", "mamba2", "minicpm3", "mixtral",
@@ -76,7 +76,8 @@ def test_the_fused_loss_reaches_the_models():
 
 
 def test_the_page_is_what_the_command_writes():
-    """The text around the rows, their order, the reasons that they refer to, and the counts of the introduction."""
+    """The text around the rows, their order, the reasons that they refer to, and the counts of the
+    introduction."""
     page = PAGE.read_text()
     head, _, rest = page.partition("\n## Reasons\n\n")
     reasons, _, unbuilt = rest.partition("\n## Not built\n\n")
@@ -127,7 +128,7 @@ def test_the_page_of_some_reports():
     assert "| `c` | `C` | a \\| b |" in page
 
 
-# --- the scan itself ------------------------------------------------------------------------------------------------
+# --- the scan itself ----------------------------------------------------------------------------------------
 
 
 def run_broken(monkeypatch, breaking):

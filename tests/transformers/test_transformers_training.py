@@ -190,7 +190,8 @@ def test_fully_shard_with_a_weight_shared_by_embedding_and_head(one_process_grou
 
 
 def test_tensor_parallel_head_returns_logits(one_process_group):
-    """The head's weight is a DTensor of which each rank holds a part: the loss comes from the gathered logits."""
+    """The head's weight is a DTensor of which each rank holds a part: the loss comes from the gathered
+    logits."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 

@@ -1,4 +1,5 @@
-"""liger.trl.patch: DPO, KTO, ORPO and CPO, trained for real with it and without, give the same logs and weights."""
+"""liger.trl.patch: DPO, KTO, ORPO and CPO, trained for real with it and without, give the same logs and
+weights."""
 
 import logging
 
@@ -23,7 +24,7 @@ def prompt_tuning(virtual_tokens):
     return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=virtual_tokens)
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,8 @@ def test_dpo(tmp_path, options):
 @pytest.mark.parametrize("loss_type", [["ipo"], ["sigmoid"], ["ipo", "sft"]], ids=",".join)
 @pytest.mark.parametrize("virtual_tokens", [0, 3])
 def test_answers_that_begin_the_sequence(tmp_path, loss_type, virtual_tokens):
-    """Their first token has no position that predicts it: it is no term of a sum, but counts in the means of ipo."""
+    """Their first token has no position that predicts it: it is no term of a sum, but counts in the means of
+    ipo."""
     data = made.rows(8, prompt=(0, 2), chosen=(1, 7), rejected=(2, 6))
     assert any(not row["prompt"].strip() for row in data)
 
@@ -122,7 +124,7 @@ def test_dpo_with_adapters(tmp_path, own_adapter, modules_to_save):
 
 @pytest.mark.parametrize("make", ["dpo", "sft", "sft of texts", "dft of texts"])
 def test_prompt_tuning(tmp_path, make):
-    """Virtual tokens before those of the batch. The last one predicts the first token of a text."""
+    """Virtual tokens before the tokens of the batch. The last one predicts the first token of a text."""
     config = prompt_tuning(3)
 
     def trainer():
@@ -172,7 +174,7 @@ def test_a_model_on_the_ops_of_liger(tmp_path):
 
 
 def test_report_of_a_model_whose_trainer_has_its_own_head(tmp_path):
-    """TRL puts its head before that of a model which was patched; liger.trl.patch puts ours there."""
+    """TRL puts its head before the head of a model which was patched; liger.trl.patch puts ours there."""
     model = liger.patch(made.model())
     trainer = made.dpo(tmp_path, model, liger.patch(made.model(0.05)))
     for m in (model, trainer.ref_model):
@@ -208,7 +210,7 @@ def test_a_report_names_the_loss_once(tmp_path, kind):
     assert {"rope", "rms_norm", "swiglu"} <= set(report.replaced.values())
 
 
-# --- KTO ----------------------------------------------------------------------------------------------------------
+# --- KTO ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("virtual_tokens", [0, 3])
@@ -245,7 +247,7 @@ def test_kto_with_adapters(tmp_path):
     made.assert_same_training(make)
 
 
-# --- ORPO, CPO ----------------------------------------------------------------------------------------------------
+# --- ORPO, CPO ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

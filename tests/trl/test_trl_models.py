@@ -1,4 +1,5 @@
-"""The fused head beside the logits of every model class of transformers: the same log-probabilities, or a refusal."""
+"""The fused head beside the logits of every model class of transformers: the same log-probabilities, or a
+refusal."""
 
 import pytest
 import tiny_models
@@ -9,8 +10,8 @@ from liger.trl._head import FusedHead
 from liger.trl._transform import Transform
 from model_scan import inputs, models
 
-# Scales, softcaps, a text configuration whose scale is not used, a decoder that is called instead of the base model, a
-# model within a model.
+# Scales, softcaps, a text configuration whose scale is not used, a decoder that is called instead of the base
+# model, a model within a model.
 QUICK = (
     "aya_vision", "cohere", "falcon_h1", "gemma2", "granite", "llama", "llama4_text", "mamba", "minicpm3", "mllama",
     "opt", "qwen2_vl",
@@ -107,7 +108,7 @@ def test_embeddings_that_the_forward_computes(embeds):
 
 
 def test_a_sharded_model_is_not_read():
-    """No weight and no hook is touched: those of a model under ZeRO-3 or FSDP2 are not there."""
+    """No weight and no hook is touched: the weights of a model under ZeRO-3 or FSDP2 are not there."""
     model = made.model()
 
     def touched(module, *_):

@@ -1,4 +1,5 @@
-"""liger.trl.patch: GRPO, RLOO, SFT, GKD and distillation, trained with it and without; what holds for all trainers."""
+"""liger.trl.patch: GRPO, RLOO, SFT, GKD and distillation, trained with it and without; what holds for all
+trainers."""
 
 import itertools
 import logging
@@ -19,7 +20,7 @@ from liger.trl import _scores
 peft = pytest.importorskip("peft")
 
 
-# --- GRPO, RLOO ---------------------------------------------------------------------------------------------------
+# --- GRPO, RLOO ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
@@ -102,7 +103,7 @@ def test_rloo(tmp_path):
     )
 
 
-# --- SFT ----------------------------------------------------------------------------------------------------------
+# --- SFT ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_sft_with_label_smoothing_keeps_its_own_loss(tmp_path):
     made.assert_same_training(lambda: made.sft(tmp_path, label_smoothing_factor=0.1), in_the_head=False)
 
 
-# --- GKD ----------------------------------------------------------------------------------------------------------
+# --- GKD ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_gkd_with_a_softcap(tmp_path):
         liger.trl.patch(made.gkd(tmp_path, student, teacher))
 
 
-# --- what holds for all -------------------------------------------------------------------------------------------
+# --- what holds for all -------------------------------------------------------------------------------------
 
 
 def test_no_logits_are_made(tmp_path, monkeypatch):
@@ -209,7 +210,8 @@ def test_no_logits_are_made(tmp_path, monkeypatch):
 
 
 def rows_of_losses(monkeypatch):
-    """The rows of hidden states in the losses of a head and in log-probabilities, in the order of the calls."""
+    """The rows of hidden states in the losses of a head and in log-probabilities, in the order of the
+    calls."""
     seen, run, score = [], FusedLinearLoss.run, _scores.fused_linear_logprobs
     monkeypatch.setattr(
         FusedLinearLoss,
@@ -265,7 +267,8 @@ def test_prompts_of_samples_are_left_out(tmp_path, monkeypatch, trainer):
     )
     seen = rows_of_losses(monkeypatch)
     liger.trl.patch(trainer).train()
-    # The reference, then the policy; the hidden state before each token of a completion, and at most one more.
+    # The reference, then the policy; the hidden state before each token of a completion, and at most one
+    # more.
     assert len(seen) >= 2 and all(rows <= 4 * (6 + 1) for rows in seen)
 
 

@@ -1,4 +1,5 @@
-"""What ``liger`` is where liger-ops is not installed: kernel-builder imports the layers in such an environment."""
+"""What ``liger`` is where liger-ops is not installed: kernel-builder imports the layers in such an
+environment."""
 
 
 class _Missing:

@@ -1,7 +1,8 @@
 """Layer classes that ``kernels.kernelize`` puts in place of layers of transformers.
 
-kernelize takes the forward alone, and binds it to the module that it replaces: ``self`` is that module. So the classes
-have no constructor and no members besides ``forward`` and the two flags, and a forward calls no method of its class.
+kernelize takes the forward alone, and binds it to the module that it replaces: ``self`` is that module. So
+the classes have no constructor and no members besides ``forward`` and the two flags, and a forward calls no
+method of its class.
 """
 
 import torch
@@ -17,7 +18,8 @@ except ModuleNotFoundError as error:
 
 
 class LigerRMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight`` with ``variance_epsilon`` or ``eps``: RMSNorm of Llama and others."""
+    """``x * rsqrt(mean(x^2) + eps) * weight`` with ``variance_epsilon`` or ``eps``: RMSNorm of Llama and
+    others."""
 
     can_torch_compile = True
     has_backward = True
@@ -42,10 +44,11 @@ class LigerRMSNormZeroCentered(nn.Module):
 
 
 class LigerRMSNormGated(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight * activation(gate)`` with SiLU or sigmoid, as ``activation`` says.
+    """``x * rsqrt(mean(x^2) + eps) * weight * activation(gate)`` with SiLU or sigmoid, as ``activation``
+    says.
 
-    16-bit results are rounded as in transformers: with SiLU (Qwen3-Next) the normalised row and its product with the
-    weight are rounded, too; with sigmoid (Kimi Linear) only the result.
+    16-bit results are rounded as in transformers: with SiLU (Qwen3-Next) the normalised row and its product
+    with the weight are rounded, too; with sigmoid (Kimi Linear) only the result.
     """
 
     can_torch_compile = True
@@ -68,7 +71,8 @@ class LigerRMSNormGated(nn.Module):
 def _is_ours(projection):
     """Whether the output of a projection has no other reader, so that the backward may overwrite it.
 
-    Readers are forward hooks, and the backward of a layer that is neither nn.Linear nor an adapter of PEFT around it.
+    Readers are forward hooks, and the backward of a layer that is neither nn.Linear nor an adapter of PEFT
+    around it.
     """
     if torch.compiler.is_compiling() or _global_forward_hooks:
         return False
@@ -111,7 +115,8 @@ def _tiled_mlp(mlp, x, activation):
 
 
 class LigerTiledSwiGLUMLP(nn.Module):
-    """:class:`LigerSwiGLUMLP`, a shard of tokens at a time by ``liger.tiled_mlp``; for plain linear projections."""
+    """:class:`LigerSwiGLUMLP`, a shard of tokens at a time by ``liger.tiled_mlp``; for plain linear
+    projections."""
 
     can_torch_compile = True
     has_backward = True
@@ -121,7 +126,8 @@ class LigerTiledSwiGLUMLP(nn.Module):
 
 
 class LigerTiledGEGLUMLP(nn.Module):
-    """:class:`LigerGEGLUMLP`, a shard of tokens at a time by ``liger.tiled_mlp``; for plain linear projections."""
+    """:class:`LigerGEGLUMLP`, a shard of tokens at a time by ``liger.tiled_mlp``; for plain linear
+    projections."""
 
     can_torch_compile = True
     has_backward = True

@@ -1,4 +1,4 @@
-"""What the ``liger`` command runs: a module per command with ``run(arguments)``, which returns the exit code.
+"""The commands of ``liger``: a module per command with ``run(arguments)``, which returns the exit code.
 
 The arguments and their help are in ``liger_cli``, which does not import torch.
 """

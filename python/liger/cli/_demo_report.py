@@ -26,14 +26,15 @@ def headline(size, device):
 
 
 def allowed_difference(plain, nudged):
-    """The largest difference between losses that agree: four times the effect of one rounding of every weight (the
-    "nudged" run), plus sixteen float32 roundings of the loss."""
+    """The largest difference between losses that agree: four times the effect of one rounding of every weight
+    (the "nudged" run), plus sixteen float32 roundings of the loss."""
     rounding = max(abs(a - b) for a, b in zip(plain, nudged, strict=True))
     return 4 * rounding + 16 * torch.finfo(torch.float32).eps * max(plain)
 
 
 def compare(runs, size):
-    """Agreement of the losses, by :func:`allowed_difference` in every step, and the ratios of speed and memory."""
+    """Agreement of the losses, by :func:`allowed_difference` in every step, and the ratios of speed and
+    memory."""
     plain, liger, nudged = (runs[kind]["losses"] for kind in ("unpatched", "liger", "nudged"))
     differences = [abs(a - b) for a, b in zip(plain, liger, strict=True)]
     rounding = max(abs(a - b) for a, b in zip(plain, nudged, strict=True))

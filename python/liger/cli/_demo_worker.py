@@ -1,6 +1,7 @@
 """One training run of ``liger demo`` in a separate process: python -m liger.cli._demo_worker RUN_JSON
 
-The JSON file describes the run. Standard output has one JSON object per line: one per step, then one with the memory.
+The JSON file describes the run. Standard output has one JSON object per line: one per step, then one with the
+memory.
 """
 
 import json
@@ -98,7 +99,8 @@ def main(run_file):
         nudge(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
 
-    # A first step outside the measurement: libraries and buffers that are loaded once are not memory of a step.
+    # A first step outside the measurement: libraries and buffers that are loaded once are not memory of a
+    # step.
     model(input_ids=batches[0], labels=batches[0]).loss.backward()
     optimizer.zero_grad(set_to_none=True)
     memory = AllocatedMemory() if device == "cuda" else ResidentMemory()

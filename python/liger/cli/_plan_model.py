@@ -66,8 +66,9 @@ def _is_cached(name):
 
 
 def _refuse_unknown(name):
-    """Raises OSError, or ValueError for a malformed name, where there is no such path, no such model in the cache and
-    no connection to the Hub: in seconds, while transformers would import its models and then try for half a minute."""
+    """Raises OSError, or ValueError for a malformed name, where there is no such path, no such model in the
+    cache and no connection to the Hub: in seconds, while transformers would import its models and then try
+    for half a minute."""
     if Path(name).exists() or _is_cached(name):
         return
     from huggingface_hub import constants, hf_hub_url
@@ -111,7 +112,8 @@ def _model(name):
         raise ValueError(f"{config.model_type} is no causal language model of transformers")
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    # What the layers of a model raise for a setting that they do not know, such as hidden_act, or for sizes below 1.
+    # Exceptions that the layers of a model raise for a setting that they do not know, such as hidden_act, or
+    # for sizes below 1.
     except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"no model can be built from the configuration: {error}") from error
 
@@ -122,7 +124,8 @@ def _config(name):
 
     path = Path(name)
     if not path.is_file():
-        # With a connection that fails, transformers would try for half a minute before it looks into the cache.
+        # With a connection that fails, transformers would try for half a minute before it looks into the
+        # cache.
         return AutoConfig.from_pretrained(name, local_files_only=_is_cached(name))
     settings = json.loads(path.read_text())
     if not isinstance(settings, dict) or "model_type" not in settings:

@@ -1,4 +1,5 @@
-"""``liger demo``: trains the same Llama unpatched and patched, and compares losses, memory and tokens per second."""
+"""``liger demo``: trains the same Llama unpatched and patched, and compares losses, memory and tokens per
+second."""
 
 import importlib.util
 import json
@@ -94,7 +95,8 @@ def train(kind, size, device, batches):
         )
     )
     environment = dict(os.environ)
-    # glibc returns blocks above this size to the system when they are freed, so resident size means memory in use.
+    # glibc returns blocks above this size to the system when they are freed, so resident size means memory in
+    # use.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     if size.memory_budget:
         environment.setdefault("LIGER_MEMORY_BUDGET", size.memory_budget)

@@ -1,4 +1,5 @@
-"""``liger info``: versions, devices, the build, the backend of each public function and environment variables."""
+"""``liger info``: versions, devices, the build, the backend of each public function and environment
+variables."""
 
 import importlib.metadata
 import json
@@ -27,7 +28,7 @@ VARIABLES = {
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }
-# What reads, later than at import, a variable that the import of liger has not checked.
+# The readers of variables that are read after the import of liger, which does not check them.
 _READERS = {
     "LIGER_MEMORY_BUDGET": default_memory_budget,
     "LIGER_WGMMA": wgmma_engine_allowed,
@@ -35,7 +36,8 @@ _READERS = {
 }
 
 
-# Public function -> the op of LIGER_BACKEND whose backend serves it, beside GEMMs of torch; None: what it is given.
+# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch; None: the function
+# that it is given.
 FUNCTIONS = {
     "rms_norm": "rms_norm",
     "fused_add_rms_norm": "fused_add_rms_norm",
@@ -140,7 +142,7 @@ def run(arguments):
 
 
 def _complaint(name):
-    """What is wrong with the value of a variable, in brackets."""
+    """The fault of a variable's value, in brackets."""
     try:
         _READERS.get(name, bool)()
     except ValueError as error:
@@ -158,7 +160,7 @@ def _served(name, ops, numbers):
 
 
 def _on_the_cpu(report):
-    """The backend report of a machine without a GPU: the backend of CPU tensors, and that of a CUDA device."""
+    """The backend report of a machine without a GPU: the backends of CPU tensors and of a CUDA device."""
     cpu_report = {}
     for op, row in report.items():
         if row["backend"] == "torch" or (row["backend"] == "triton" and triton_interpreted()):

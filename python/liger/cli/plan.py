@@ -1,4 +1,5 @@
-"""``liger plan``: the chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without it.
+"""``liger plan``: the chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without
+it.
 
 ``liger_cli.commands`` says what is counted.
 """
@@ -22,7 +23,7 @@ from . import _plan_model
 from ._format import human_bytes, table
 
 SM90 = (9, 0)
-# What describes the lm_head, and has no meaning with --model.
+# The options that describe the lm_head and have no meaning with --model.
 _SIZES = ("tokens", "hidden", "vocab")
 _HEAD_OPTIONS = ("hidden", "vocab", "budget", "accum", "capability")
 _LARGEST_BYTES = 2**63 - 1
@@ -110,14 +111,14 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
 
     Returns:
         dict with engine ("generic" or "sm90"), chunks, chunk_rows, first_chunk_rows, and bytes: logits and
-        logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs beside the
-        weight gradient), working, gradients (of hidden states and weight), peak and peak_liger. Of
-        fused_linear_logprobs: logprobs_gemms, logprobs_kept (bytes between forward and backward), and
-        logprobs_budget, with which there are three GEMMs (None: with no budget).
+        logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs in
+        addition to the weight gradient), working, gradients (of hidden states and weight), peak and
+        peak_liger. Of fused_linear_logprobs: logprobs_gemms, logprobs_kept (bytes between forward and
+        backward), and logprobs_budget, with which there are three GEMMs (None: with no budget).
 
     Raises:
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes, a LIGER_WGMMA other than 0 and 1, or
-            sizes whose products do not fit 64 bits.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes, a LIGER_WGMMA other than 0
+            and 1, or sizes whose products do not fit 64 bits.
         RuntimeError: negative sizes.
     """
     budget = default_memory_budget()
@@ -168,12 +169,12 @@ def _describe_logprobs(memory):
 
 
 def _complaint(arguments, dtype):
-    """What is wrong with the arguments of the lm_head, or None."""
+    """The fault of the arguments of the lm_head, or None."""
     missing = [f"--{name}" for name in _SIZES if getattr(arguments, name) is None]
     if missing:
         return (
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: the plan of an lm_head needs "
-            "--tokens, --hidden and --vocab; that of the decoder layers of a model needs --model alone"
+            "--tokens, --hidden and --vocab; the plan of the decoder layers of a model needs --model alone"
         )
     if arguments.budget is not None:
         row = arguments.vocab * dtype.itemsize

@@ -1,8 +1,9 @@
-"""Makes the package name ``liger_kernel`` importable, on the ops of liger: ``import liger.compat`` (docs/compat.md).
+"""Makes the package name ``liger_kernel`` importable, on the ops of liger: ``import liger.compat``
+(docs/compat.md).
 
-Programs that import liger_kernel then run unchanged. ``python -m liger.compat train.py ...`` runs a script that does
-not import this module. An installed liger-kernel is not replaced: the import raises, unless the environment variable
-``LIGER_COMPAT_OVERRIDE`` is 1.
+Programs that import liger_kernel then run unchanged. ``python -m liger.compat train.py ...`` runs a script
+that does not import this module. An installed liger-kernel is not replaced: the import raises, unless the
+environment variable ``LIGER_COMPAT_OVERRIDE`` is 1.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .._core.runtime.extras import missing
 from .names import MODULES, is_starred, needed_packages
 
 ROOT = "liger_kernel"
-# The release of liger-kernel whose names, argument order and return values these are.
+# The release of liger-kernel that the names, argument orders and return values agree with.
 VERSION = "0.8.5"
 # A file beside the __init__.py of the distribution in compat/, which no liger-kernel has.
 _MARKER = "LIGER_OPS"
@@ -55,8 +55,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         if fullname not in MODULES:
             module, _, name = fullname.rpartition(".")
             if module in MODULES:
-                # The error has the name of the module, as that of "from module import name": with the name of what is
-                # missing, that statement would replace this message by Python's.
+                # The error has the name of the module, as the error of "from module import name" has. With
+                # the name of what is missing, that statement would replace this message by Python's.
                 raise ModuleNotFoundError(
                     f"{_missing(module, name)}: docs/compat.md lists the names that are missing, with the reasons",
                     name=module,
@@ -90,8 +90,8 @@ def _is_importable(package: str) -> bool:
 def provide(module: ModuleType) -> None:
     """Gives a module of liger_kernel its names; each is imported from liger at first use.
 
-    Names that need a package which is not installed (TRL, for example) are neither in ``__all__`` nor in ``dir``; using
-    one raises an ImportError that says so.
+    Names that need a package which is not installed (TRL, for example) are neither in ``__all__`` nor in
+    ``dir``; using one raises an ImportError that says so.
 
     Args:
         module: a module whose name is in the table; its ``__getattr__``, ``__dir__`` and ``__all__`` are set.
@@ -136,7 +136,8 @@ def _other_package() -> str | None:
     """The location of an importable liger_kernel that is not of liger, or None."""
     loaded = sys.modules.get(ROOT)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(ROOT)
-    # A folder without __init__.py, such as a checkout in the current folder, is not a package that anyone installed.
+    # A folder without __init__.py, such as a checkout in the current folder, is not a package that anyone
+    # installed.
     if spec is None or spec.origin is None or isinstance(spec.loader, _Loader):
         return None
     folder = Path(spec.origin).parent
@@ -144,11 +145,12 @@ def _other_package() -> str | None:
 
 
 def install() -> None:
-    """Makes ``liger_kernel`` importable. ``import liger.compat`` calls it; after :func:`uninstall` call it again.
+    """Makes ``liger_kernel`` importable. ``import liger.compat`` calls it; after :func:`uninstall` call it
+    again.
 
     Raises:
-        ImportError: another liger_kernel is installed and ``LIGER_COMPAT_OVERRIDE`` is not 1, or it was imported
-            already.
+        ImportError: another liger_kernel is installed and ``LIGER_COMPAT_OVERRIDE`` is not 1, or it was
+            imported already.
         ValueError: ``LIGER_COMPAT_OVERRIDE`` is neither 0 nor 1.
     """
     if _finder in sys.meta_path:
@@ -169,7 +171,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: later imports of ``liger_kernel`` find what is installed. No effect if not installed."""
+    """Undoes :func:`install`: later imports of ``liger_kernel`` find what is installed. No effect if not
+    installed."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
         for name in [name for name in sys.modules if name in MODULES]:

@@ -1,7 +1,7 @@
 """``liger_kernel.functional``: the functions with a choice of implementation.
 
-liger chooses backends by ``LIGER_BACKEND`` and :func:`liger.use_backend`, so ``impl``, ``mode`` and ``backend`` must be
-None.
+liger chooses backends by ``LIGER_BACKEND`` and :func:`liger.use_backend`, so ``impl``, ``mode`` and
+``backend`` must be None.
 """
 
 from __future__ import annotations

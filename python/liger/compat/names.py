@@ -1,8 +1,8 @@
-"""Which modules ``liger_kernel`` has, and where each of their names comes from.
+"""The modules of ``liger_kernel``, and the origin of each of their names.
 
-A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and the names.
-A name ``theirs=ours`` differs there. Names that liger_kernel 0.8.5 has and these tables have not are listed in
-docs/compat.md with the reason.
+A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and
+the names. A name ``theirs=ours`` differs there. Names that liger_kernel 0.8.5 has and these tables have not
+are listed in docs/compat.md with the reason.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def needed_packages(source: str, name: str) -> tuple[str, ...]:
 
 
 def is_starred(module: str, name: str) -> bool:
-    """Whether ``from module import *`` binds a name of a module of ``liger_kernel``."""
+    """True if ``from module import *`` binds a name of a module of ``liger_kernel``."""
     return not name.startswith("_") or name in _STARRED.get(module, ())
 
 

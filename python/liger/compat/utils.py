@@ -29,7 +29,7 @@ def is_transformers_available() -> bool:
 
 
 def is_npu_available() -> bool:
-    """Whether torch has an Ascend NPU."""
+    """True if torch has an Ascend NPU."""
     npu = getattr(torch, "npu", None)
     return npu is not None and npu.is_available()
 
@@ -44,7 +44,7 @@ def infer_device() -> str:
 
 
 def infer_comm_backend() -> str:
-    """The name of a backend of torch.distributed that this torch has, that of the GPU first.
+    """The name of a backend of torch.distributed that this torch has; the GPU's backend comes first.
 
     Raises:
         RuntimeError: torch has none.
@@ -79,7 +79,8 @@ _ARCHITECTURES = {
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The name of an NVIDIA GPU's architecture, ``"sm_<major><minor>"`` for unknown ones; else :func:`infer_device`."""
+    """The name of an NVIDIA GPU's architecture, ``"sm_<major><minor>"`` for unknown ones; else
+    :func:`infer_device`."""
     if infer_device() != "cuda" or torch.version.hip is not None:
         return infer_device()
     major, minor = torch.cuda.get_device_capability(device_id)
@@ -114,7 +115,7 @@ def transformers_version_dispatch(
     return after_fn(*after_args, **(after_kwargs or {}))
 
 
-# --- of ops.utils -------------------------------------------------------------------------------------------------
+# --- of ops.utils -------------------------------------------------------------------------------------------
 
 
 def is_hip() -> bool:
@@ -131,7 +132,8 @@ def device_context(device: Any) -> Iterator[None]:
 
 
 def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of an autograd function's forward or backward: tensors among its arguments become contiguous."""
+    """Decorator of an autograd function's forward or backward: tensors among its arguments become
+    contiguous."""
 
     def contiguous(value):
         return value.contiguous() if isinstance(value, torch.Tensor) else value

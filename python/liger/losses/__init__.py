@@ -1,4 +1,4 @@
-"""Post-training losses over a linear head whose logits exist only a chunk of tokens at a time (docs/losses.md)."""
+"""Post-training losses over a linear head: logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
 from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics
 from .distillation import (

@@ -21,7 +21,8 @@ from .._core.op.fakes import register_fake
 from .._core.runtime.environment import targets_checked
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
-# 1, or NaN if the cumulative lengths are invalid. An op, so that torch.compile does not trace the reads of values.
+# 1, or NaN if the cumulative lengths are invalid. An op, so that torch.compile does not trace the reads of
+# values.
 _library.define("check_packing(str op, Tensor cu_seqlens, SymInt tokens, SymInt length) -> Tensor")
 
 
@@ -47,20 +48,22 @@ def _(op, cu_seqlens, tokens, length):
 
 
 class Batch:
-    """Hidden states and targets of sequences, flattened to N rows, and conversions of data per token or per sequence.
+    """Hidden states and targets of sequences, flattened to N rows, and conversions of data per token or per
+    sequence.
 
-    S is the number of sequences. L is the padded length; in a packed batch it is ``max_length``, and the tokens of each
-    sequence are gathered into a row of (S, L).
+    S is the number of sequences. L is the padded length; in a packed batch it is ``max_length``, and the
+    tokens of each sequence are gathered into a row of (S, L).
 
     Attributes:
         shape: (S, L).
-        longest: the longest length that the caller names, L, or of a packed batch without ``max_length`` the longest of
-            its sequences, a scalar tensor.
+        longest: the longest length that the caller names, L, or of a packed batch without ``max_length`` the
+            longest of its sequences, a scalar tensor.
         token_shape: the shape of the targets as given: (S, L), (T,) or (1, T).
         input, target: (N, H) and (N,). The target is ``ignore_index`` wherever the mask is 0.
         valid: (S, L) bool, whether a token counts.
         token_index: (S, L) int64, the row of each token of a packed batch; None if padded.
-        packing_factor: a factor of the loss for packed batches: 1, or NaN if ``cu_seqlens`` is invalid; None if padded.
+        packing_factor: a factor of the loss for packed batches: 1, or NaN if ``cu_seqlens`` is invalid; None
+            if padded.
         accumulate_dtype: the dtype of sums per token and sequence: float32, or float64 for float64 input.
 
     Raises:
@@ -85,7 +88,7 @@ class Batch:
         if input.dim() < 2:
             expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
             raise wrong_shape(op, "input", input, expected)
-        check_shape(op, "target", target, input.shape[:-1], "that of input without its last dimension")
+        check_shape(op, "target", target, input.shape[:-1], "the shape of input without its last dimension")
         check_device(op, "target", target, "input", input)
         check_ignore_index(op, "target", target, ignore_index)
         valid = target != ignore_index
@@ -136,8 +139,8 @@ class Batch:
         self.target = torch.where(outside, ignore_index, self.target)
 
     def check(self, name: str, tensor: Tensor, *shapes: torch.Size | tuple[int, ...]) -> None:
-        """Raises RuntimeError unless the tensor is real, on the device of the batch, without gradient, and has one of
-        the shapes."""
+        """Raises RuntimeError unless the tensor is real, on the device of the batch, without gradient, and
+        has one of the shapes."""
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
@@ -148,7 +151,8 @@ class Batch:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
     def padded_valid(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
-        """(S, L) in at least the accumulate dtype; ``fill`` at ignored tokens, even where the input is NaN."""
+        """(S, L) in at least the accumulate dtype; ``fill`` at ignored tokens, even where the input is
+        NaN."""
         return torch.where(self.valid, self.upcast(self.padded(per_token)), fill)
 
     def padded(self, per_token: Tensor) -> Tensor:
@@ -199,7 +203,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """``torch.where`` of two Python numbers in the dtype of ``like``; torch.where alone uses the default dtype."""
+    """``torch.where`` of two Python numbers in the dtype of ``like``; torch.where alone uses the default
+    dtype."""
     return torch.where(condition, like.new_full((), yes), no)
 
 
@@ -214,7 +219,8 @@ class _Tokens(Protocol):
 
 
 def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
-    """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate dtype."""
+    """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate
+    dtype."""
     # A scalar on the CPU is taken with tensors of any device, as torch does.
     if isinstance(value, torch.Tensor) and value.device not in (batch.input.device, torch.device("cpu")):
         raise RuntimeError(

@@ -1,8 +1,10 @@
-"""The chunk loop of a loss: logits of as many groups as fit the memory budget, then their gradient in the same memory.
+"""The chunk loop of a loss: logits of as many groups as fit the memory budget, then their gradient in the
+same memory.
 
-Two implementations with the same interface. :class:`PortableChunks` uses the GEMMs of torch. :class:`Sm90Chunks` uses
-the wgmma GEMMs of fused_linear_ce on compute capability 9.0: the epilogue of the first GEMM computes
-log-probabilities, and the gradient of the weight is accumulated in the memory of the result.
+Two implementations with the same interface. :class:`PortableChunks` uses the GEMMs of torch.
+:class:`Sm90Chunks` uses the wgmma GEMMs of fused_linear_ce on compute capability 9.0: the epilogue of the
+first GEMM computes log-probabilities, and the gradient of the weight is accumulated in the memory of the
+result.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .._core.math.computed_rows import AllRows, row_chunks
 from .._core.op.backend import FAMILIES
 
 # permute_rows() needs memory for at least so many bytes of each row.
-_LEAST_PERMUTE_BYTES = 64
+_MIN_PERMUTE_BYTES = 64
 
 
 class Layout(NamedTuple):
@@ -62,8 +64,8 @@ class ChunkArguments(NamedTuple):
 def make_chunks(args):
     """The chunk loop of a call, or None if the logits of a single group exceed the budget.
 
-    Gradients of float16 logits, which precede any loss scale, would underflow: those are computed in float32 and
-    rounded with a scale of their own.
+    Gradients of float16 logits, which precede any loss scale, would underflow: those are computed in float32
+    and rounded with a scale of their own.
     """
     chunks = Sm90Chunks.plan(args)
     if chunks is None:
@@ -74,8 +76,8 @@ def make_chunks(args):
 
 
 class _Groups(AllRows):
-    """The rows of groups: ``at`` is a slice of groups. Their parts may be apart in the batch, while the GEMMs need
-    contiguous rows: then the rows of a chunk are a copy, which their gradient overwrites."""
+    """The rows of groups: ``at`` is a slice of groups. Their parts may be apart in the batch, while the GEMMs
+    need contiguous rows: then the rows of a chunk are a copy, which their gradient overwrites."""
 
     def __init__(self, layout, target, ignore_index, in_place):
         super().__init__(target, ignore_index)
@@ -104,7 +106,8 @@ class _Groups(AllRows):
 
 
 class PortableChunks:
-    """The chunk loop on the GEMMs of torch: for each chunk :meth:`read` and :meth:`add`, then :meth:`finish` once.
+    """The chunk loop on the GEMMs of torch: for each chunk :meth:`read` and :meth:`add`, then :meth:`finish`
+    once.
 
     Attributes:
         slices: the groups of each chunk.
@@ -195,16 +198,18 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The chunk loop on the wgmma engine of compute capability 9.0: ENGINE_DTYPES of :mod:`liger._core.head.sm90_plan`,
-    without bias, softcap and gradient of entropies.
+    """The chunk loop on the wgmma engine of compute capability 9.0: ENGINE_DTYPES of
+    :mod:`liger._core.head.sm90_plan`, without bias, softcap and gradient of entropies.
 
-    Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of chunks until
-    :meth:`finish` permutes it: a GEMM needs contiguous rows, and no other memory is available for them.
+    Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of
+    chunks until :meth:`finish` permutes it: a GEMM needs contiguous rows, and no other memory is available
+    for them.
     """
 
     @classmethod
     def plan(cls, args):
-        """The chunk loop, or None if the engine does not support the call or is slower than the portable loop."""
+        """The chunk loop, or None if the engine does not support the call or is slower than the portable
+        loop."""
         head = args.head
         if not args.input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
@@ -224,7 +229,8 @@ class Sm90Chunks:
         return cls(args, LinearCePlan.decode(numbers), separate_rows, workspace_bytes) if numbers else None
 
     def __init__(self, args, plan, separate_rows, workspace_bytes):
-        """``separate_rows``: for each chunk, whether its gathered rows and their gradient need separate memory."""
+        """``separate_rows``: for each chunk, whether its gathered rows and their gradient need separate
+        memory."""
         self._layout, self._temperature, self._plan = args.layout, args.head.temperature, plan
         input, weight, (need_input, need_weight, _) = args.input, args.head.weight, args.needs_grad
         (rows, hidden), vocab = input.shape, weight.shape[0]
@@ -235,7 +241,7 @@ class Sm90Chunks:
         # A single chunk is the whole batch in its own order.
         self._ranges = args.layout.parts if len(self.slices) > 1 else 1
         panels = -(-vocab // ENGINE.panel) + plan.panel_offset
-        permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
+        permuted = _MIN_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
         self._grad_weight = input.new_empty((panels * ENGINE.panel, hidden) if need_weight else 0)
         self._panel_workspace = input.new_empty(
@@ -252,8 +258,8 @@ class Sm90Chunks:
     def _rows(self):
         """(memory of the gathered rows of the next chunk, memory of their gradient).
 
-        Both are the same unless the rows are read after their gradient is written. Then the rows are stored in
-        ``grad_input`` of a later chunk, or in new memory if that chunk is shorter.
+        Both are the same unless the rows are read after their gradient is written. Then the rows are stored
+        in ``grad_input`` of a later chunk, or in new memory if that chunk is shorter.
         """
         first, count, _ = self._plan.chunks[self._next]
         grad_rows = self._grad_input[first : first + count]

@@ -1,13 +1,14 @@
-"""The op behind every loss: a function of the log-probabilities of a linear layer, with the gradient in the forward.
+"""The op behind every loss: a function of the log-probabilities of a linear layer, with the gradient in the
+forward.
 
-The function is registered under a name, which the op takes as an argument. It runs in eager PyTorch inside the op, so
-``torch.compile`` sees one opaque op for every loss.
+The function is registered under a name, which the op takes as an argument. It runs in eager PyTorch inside
+the op, so ``torch.compile`` sees one opaque op for every loss.
 
-Rows are viewed as (parts, groups, length). The loss is a sum over groups, and each term depends on the rows of one
-group. The op computes the logits of as many groups as fit the memory budget, reduces them to log-probabilities, and
-overwrites them with their gradient from the derivative of the function: three GEMMs. If the logits of a single group
-exceed the budget, log-probabilities are computed first and logits again for the gradient: four GEMMs. Sizes alone
-decide between the two.
+Rows are viewed as (parts, groups, length). The loss is a sum over groups, and each term depends on the rows
+of one group. The op computes the logits of as many groups as fit the memory budget, reduces them to
+log-probabilities, and overwrites them with their gradient from the derivative of the function: three GEMMs.
+If the logits of a single group exceed the budget, log-probabilities are computed first and logits again for
+the gradient: four GEMMs. Sizes alone decide between the two.
 """
 
 import contextlib
@@ -43,10 +44,10 @@ _OP = "fused_linear_loss"
 FACTOR = "float16 factor"
 _functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
-# tensors: those (parts, groups, ...) that are sliced with the chunk, then those that are passed whole; names: theirs,
-# "a,b|c" of two and one, since torch.jit.trace takes no list of strings.
-# use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned. need_row_grads: the
-# gradients of the loss with respect to log-probabilities and entropies are returned.
+# tensors: those (parts, groups, ...) that are sliced with the chunk, then those that are passed whole; names:
+# theirs, "a,b|c" of two and one, since torch.jit.trace takes no list of strings.
+# use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned.
+# need_row_grads: the gradients of the loss with respect to log-probabilities and entropies are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] tensors,"
     " str function, str names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
@@ -59,7 +60,8 @@ _library.define(
 
 
 def register_function(name, owner):
-    """Registers ``owner.evaluate(logprobs, entropy, given, shared)`` under a name until the owner is deleted."""
+    """Registers ``owner.evaluate(logprobs, entropy, given, shared)`` under a name until the owner is
+    deleted."""
     _functions[name] = owner
 
 
@@ -69,10 +71,11 @@ _DTYPE = "torch.dtype "
 
 
 def portable_name(name):
-    """The name of a registered function in a program that outlives its owner, or is loaded by another process.
+    """The name of a registered function in a program that outlives its owner, or is loaded by another
+    process.
 
-    It is the class of the owner and its attributes as JSON, from which :func:`_owner` makes the owner again. Where
-    these are not only numbers, strings and dtypes, it is a name that no other process has.
+    It is the class of the owner and its attributes as JSON, from which :func:`_owner` makes the owner again.
+    Where these are not only numbers, strings and dtypes, it is a name that no other process has.
     """
     owner = _functions[name]
     cls = type(owner)
@@ -94,7 +97,7 @@ def portable_name(name):
     return unique
 
 
-# What torch.compiler.assume_constant_result sets. That function would import all of torch._dynamo.
+# The attribute that torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo.
 portable_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -165,8 +168,8 @@ class _BoundFunction:
         return self._call(self.layout.view(logprobs), entropy, slice(None))
 
     def differentiate(self, logprobs, entropy, groups=slice(None)):
-        """(scalar loss of these groups, its gradient with respect to their log-probabilities, and to their entropies or
-        None); gradients are (parts, groups, length)."""
+        """(scalar loss of these groups, its gradient with respect to their log-probabilities, and to their
+        entropies or None); gradients are (parts, groups, length)."""
         inputs = [self.layout.view(t, groups).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
         with _enable_autograd_in_kernel():
             inputs = [t.requires_grad_() for t in inputs]
@@ -267,7 +270,7 @@ def _(a):
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 _Arguments = arguments_type(torch.ops.liger_losses.fused_linear_loss_forward.default)
@@ -286,7 +289,8 @@ def _gradients(ctx, grad_loss):
 
 def _setup(ctx, inputs, output):
     needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
-    # Graphs that were traced without grad mode did not request the gradients: then the backward computes them.
+    # Graphs that were traced without grad mode did not request the gradients: then the backward computes
+    # them.
     ctx.recompute = any(
         need and not has for need, has in zip(needs_grad, _Arguments(*inputs).needs_grad, strict=True)
     )

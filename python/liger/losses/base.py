@@ -1,4 +1,5 @@
-"""Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of the op."""
+"""Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of
+the op."""
 
 from __future__ import annotations
 
@@ -43,12 +44,21 @@ TOKEN_METRICS = names_among(*get_args(TokenMetric))
 
 @serialisable
 class TokenMetrics(NamedTuple):
-    """What the option ``metrics`` asks for: one value per token in the shape of target, without gradient, else None.
+    """The results of the option ``metrics``: one value per token in the shape of target, without gradient;
+    else None.
 
     Attributes:
-        logprobs: the log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at ignored tokens.
+        logprobs: the log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at
+            ignored tokens.
         entropy: the entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
         argmax: the most probable class, int64; -1 at ignored tokens.
+
+    Example, with the subclass in the example of :class:`FusedLinearLoss`::
+
+        >>> loss_function = Likelihood(metrics=("entropy",))
+        >>> tokens = loss_function.run(loss_function.batch(input, target), weight).tokens
+        >>> isinstance(tokens, liger.losses.TokenMetrics), tokens.entropy.shape == target.shape
+        (True, True)
     """
 
     logprobs: Tensor | None = None
@@ -62,9 +72,17 @@ class LossResult(NamedTuple):
 
     Attributes:
         loss: scalar in float32, or float64 for float64 inputs.
-        logprobs: (S, L) log-probabilities of the targets in nats, without gradient; 0 at ignored tokens and padding.
+        logprobs: (S, L) log-probabilities of the targets in nats, without gradient; 0 at ignored tokens and
+            padding.
         entropy: (S, L) entropies in nats, likewise; None unless ``uses_entropy``.
         tokens: the metrics that the option ``metrics`` asks for.
+
+    Example, with the subclass in the example of :class:`FusedLinearLoss`::
+
+        >>> loss_function = Likelihood()
+        >>> result = loss_function.run(loss_function.batch(input, target), weight)
+        >>> isinstance(result, liger.losses.LossResult), result.loss.shape
+        (True, torch.Size([]))
     """
 
     loss: Tensor
@@ -74,7 +92,7 @@ class LossResult(NamedTuple):
 
 
 class LossOptions(TypedDict, total=False):
-    """Types of the options of every :class:`FusedLinearLoss`, whose constructor has the defaults."""
+    """Types of the options of every :class:`FusedLinearLoss`; the defaults are in its constructor."""
 
     ignore_index: int
     metrics: Sequence[TokenMetric]
@@ -90,10 +108,10 @@ def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) 
     """The terms of the loss for some units of the batch; the loss is the sum of all terms.
 
     Args:
-        logprobs: (tokens,), (sequences, L), (2, pairs, L) with the chosen sequences first, or (S, L) for ``"batch"``,
-            according to ``unit``. Float32, or float64 for float64 inputs; 0 at ignored tokens.
+        logprobs: (tokens,), (sequences, L), (2, pairs, L) with the chosen sequences first, or (S, L) for
+            ``"batch"``, according to ``unit``. Float32, or float64 for float64 inputs; 0 at ignored tokens.
         entropy: as ``logprobs``, or None.
-        tensors: the tensors of ``given``, sliced as ``logprobs``, and those of ``shared``, by name.
+        tensors: the tensors of ``given``, sliced as ``logprobs``, and the tensors of ``shared``, by name.
 
     Returns:
         A tensor of any shape. A divisor that depends on the whole batch must be passed in ``shared``.
@@ -102,38 +120,50 @@ def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) 
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss of the log-probabilities of the targets (and of the entropies) under ``input @ weight.T + bias``.
+    """A loss of the log-probabilities of the targets (and of the entropies) under
+    ``input @ weight.T + bias``.
 
-    A subclass defines ``compute`` in plain PyTorch and calls :meth:`run`. The forward differentiates ``compute`` chunk
-    by chunk: the logits of the whole batch are never materialised, and ``torch.compile`` sees one op.
+    A subclass defines ``compute`` in plain PyTorch and calls :meth:`run`. The forward differentiates
+    ``compute`` chunk by chunk: the logits of the whole batch are never materialised, and ``torch.compile``
+    sees one op.
 
     Class attributes:
-        unit: the rows that one term of the loss depends on: ``"token"``, ``"sequence"``, ``"pair"`` or ``"batch"``.
-            A chunk has the logits of as many units as fit the budget, from the forward GEMM to the two backward GEMMs.
-            If one unit exceeds the budget, its logits are computed twice.
+        unit: the rows that one term of the loss depends on: ``"token"``, ``"sequence"``, ``"pair"`` or
+            ``"batch"``. A chunk has the logits of as many units as fit the budget, from the forward GEMM to
+            the two backward GEMMs. If one unit exceeds the budget, its logits are computed twice.
         uses_entropy: whether ``compute`` reads the entropies.
 
     Args:
         ignore_index: the target of ignored tokens.
-        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics per token that ``forward``
-            returns, as :class:`TokenMetrics` defines them. They need no extra pass over the logits.
+        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics per token that
+            ``forward`` returns, as :class:`TokenMetrics` defines them. They need no extra pass over the
+            logits.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+            Change it only if a float32 buffer of the size of the weight does not fit.
         logits_dtype: ``torch.float32`` for logits as exact as IEEE float32 arithmetic makes them, as in
-            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may round them.
-        memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None: no cap.
+            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may
+            round them. Choose float32 if the log-probabilities are compared with the results of another
+            program, such as a sampler.
+        memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512
+            MiB. Lower it if the loss runs out of memory.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None:
+            no cap.
         temperature: divisor of the logits, positive.
-        accumulate_grad_weight: the backward adds the gradient of the weight to its float32 ``main_grad``, or to its
-            ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_logprobs`.
+        accumulate_grad_weight: the backward adds the gradient of the weight to its float32 ``main_grad``, or
+            to its ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_logprobs`.
 
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an option is out of range, or an unknown metric.
 
-    Example, of a subclass with a ``forward`` as docs/losses.md writes it::
+    Example::
 
-        loss_function = Reinforce(temperature=0.9, metrics=("entropy",))
-        loss, tokens = loss_function(input, weight, target, advantages=advantages)
+        >>> class Likelihood(liger.losses.FusedLinearLoss):
+        ...     def compute(self, logprobs, entropy):
+        ...         return -logprobs
+        ...     def forward(self, input, weight, target):
+        ...         return self.run(self.batch(input, target), weight).loss
+        >>> loss = Likelihood(temperature=0.9)(input, weight, target)
 
     Source: the gradient in the forward follows Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
@@ -175,13 +205,13 @@ class FusedLinearLoss(nn.Module):
         super().__setstate__(state)
         self._register()
 
-    # An attribute, as nn.Module.forward: the keywords of a subclass differ from those of the base.
+    # An attribute, as nn.Module.forward: the keywords of a subclass differ from the keywords of the base.
     compute: Callable[..., Tensor] = _compute
 
     def evaluate(
         self, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Tensor], shared: Mapping[str, Tensor]
     ) -> Tensor:  # fmt: skip
-        """Calls :meth:`compute` with tensors of the op, whose rows are (parts, groups, length)."""
+        """Calls :meth:`compute` with tensors of the op: their rows are (parts, groups, length)."""
         shared = dict(shared)
         token_index, is_token = shared.pop("token_index", None), shared.pop("is_token", None)
 
@@ -217,11 +247,12 @@ class FusedLinearLoss(nn.Module):
             input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H).
             target: the shape of input without its last dimension, int64 or int32.
             mask: the shape of target, 0 at tokens to ignore; or None.
-            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
-                length.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the
+                longest length.
 
         Raises:
-            RuntimeError: mismatched shapes, dtypes or devices; an odd number of sequences if ``unit`` is ``"pair"``.
+            RuntimeError: mismatched shapes, dtypes or devices; an odd number of sequences if ``unit`` is
+                ``"pair"``.
         """
         op = type(self).__name__
         batch = Batch(op, input, target, mask, cu_seqlens, max_length, self.ignore_index)
@@ -239,11 +270,12 @@ class FusedLinearLoss(nn.Module):
         """Checks the tensors of a reference model, whether or not the loss uses them. Each may be None.
 
         Raises:
-            RuntimeError: the shapes of ``ref_input`` and the batch differ, or the vocabularies of the two models.
+            RuntimeError: the shapes of ``ref_input`` and the batch differ, or the vocabularies of the two
+                models.
             ValueError: ``ref_bias`` without ``ref_weight``.
         """
         if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
-            expected = f"that of target, {tuple(batch.token_shape)}, and a last dimension"
+            expected = f"the shape of target, {tuple(batch.token_shape)}, and a last dimension"
             raise wrong_shape(batch.op, "ref_input", ref_input, expected)
         if ref_weight is None:
             if ref_bias is not None:
@@ -253,14 +285,15 @@ class FusedLinearLoss(nn.Module):
             raise wrong_shape(batch.op, "ref_weight", ref_weight, "(vocab, hidden)")
         if weight.dim() == 2 and ref_weight.shape[0] != weight.shape[0]:
             raise RuntimeError(
-                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
-                "weight: both models must have the same vocabulary"
+                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, as "
+                "weight has: both models must have the same vocabulary"
             )
 
     def reference(
         self, batch: Batch, weight: Tensor, ref_input: Tensor, ref_weight: Tensor | None, ref_bias: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Log-probabilities of the targets under a reference model, in the shape of the targets, without gradients.
+        """Log-probabilities of the targets under a reference model, in the shape of the targets, without
+        gradients.
 
         The cost is one GEMM of the reference's lm_head.
         """
@@ -273,7 +306,8 @@ class FusedLinearLoss(nn.Module):
     def scored(
         self, batch: Batch, names: LayerNames, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three tensors."""
+        """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three
+        tensors."""
         logprobs, *_ = logprobs_of_layer(
             batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()
         )
@@ -293,7 +327,8 @@ class FusedLinearLoss(nn.Module):
         self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
         ref_bias: Tensor | None, ref_logps: Tensor | None, use_ref_model: bool, average_log_prob: bool,
     ) -> Tensor:  # fmt: skip
-        """(S,) log-probabilities of the sequences under the reference model, from its tensors or from ``ref_logps``.
+        """(S,) log-probabilities of the sequences under the reference model, from its tensors or from
+        ``ref_logps``.
 
         Zeros if ``use_ref_model`` is False.
 
@@ -333,14 +368,16 @@ class FusedLinearLoss(nn.Module):
             batch: from :meth:`batch`.
             weight, bias: of the projection, (V, H), and (V,) or None.
             given: tensors by name, sliced as the logits: (N,) for ``"token"``, else (S, ...).
-            shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are omitted.
-            divisor: returns what ``compute`` divides every term by, or the smallest of several, a float32 scalar; only
-                called for float16. Until the backward, gradients are then those of up to 64 times the loss: before a
-                loss scale is applied, those of the loss itself would lose bits. None: they are those of the loss.
+            shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are
+                omitted.
+            divisor: returns what ``compute`` divides every term by, or the smallest of several, a float32
+                scalar; only called for float16. Until the backward, gradients then belong to up to 64 times
+                the loss: before a loss scale is applied, the gradients of the loss itself would lose bits.
+                None: they belong to the loss.
 
         Returns:
-            A :class:`LossResult`: (loss, log-probabilities (S, L), entropies (S, L) or None, requested metrics of the
-            tokens). Only the loss has a gradient.
+            A :class:`LossResult`: (loss, log-probabilities (S, L), entropies (S, L) or None, requested
+            metrics of the tokens). Only the loss has a gradient.
 
         Raises:
             RuntimeError: mismatched shapes, dtypes or devices.
@@ -419,7 +456,8 @@ _REFERENCE = LayerNames("ref_input", "ref_weight", "target", "ref_bias")
 
 
 def _split_pairs(unit, per_sequence):
-    """(2, S / 2, ...) from (S, ...) if ``unit`` is ``"pair"``: chosen sequences, then rejected ones; else unchanged."""
+    """(2, S / 2, ...) from (S, ...) if ``unit`` is ``"pair"``: chosen sequences, then rejected ones; else
+    unchanged."""
     return per_sequence.unflatten(0, (2, per_sequence.shape[0] // 2)) if unit == "pair" else per_sequence
 
 

@@ -1,4 +1,5 @@
-"""Distillation losses between a teacher and a student, plus cross entropy with labels from the same logits."""
+"""Distillation losses between a teacher and a student, plus cross entropy with labels from the same
+logits."""
 
 from __future__ import annotations
 
@@ -48,8 +49,15 @@ class DistillationMetrics(NamedTuple):
     Attributes:
         soft_loss: scalar, the distance without its factor ``weight_soft_loss``; None if that is 0.
         hard_loss: scalar, the cross entropy without its factor ``weight_hard_loss``; None if that is 0.
-        logprobs, entropy, argmax: the :class:`TokenMetrics` of the student at temperature 1 that the option ``metrics``
-            asks for, else None.
+        logprobs, entropy, argmax: the :class:`TokenMetrics` of the student at temperature 1 that the option
+            ``metrics`` asks for, else None.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearKLDivLoss()
+        >>> loss, metrics = loss_function(input, weight, target, teacher_logits=teacher_logits)
+        >>> isinstance(metrics, liger.losses.DistillationMetrics), metrics.soft_loss.shape
+        (True, torch.Size([]))
     """
 
     soft_loss: Tensor | None
@@ -60,7 +68,7 @@ class DistillationMetrics(NamedTuple):
 
 
 class DistillationOptions(TypedDict, total=False):
-    """Types of the options of every :class:`DistillationLoss`, whose constructor has the defaults."""
+    """Types of the options of every :class:`DistillationLoss`; the defaults are in its constructor."""
 
     weight_hard_loss: float
     weight_soft_loss: float
@@ -72,7 +80,8 @@ class DistillationOptions(TypedDict, total=False):
 
 
 class _Rows(NamedTuple):
-    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` at ignored tokens, or None.
+    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` at ignored tokens, or
+    None.
 
     token_shape: the shape of the tokens as given.
     """
@@ -84,32 +93,38 @@ class _Rows(NamedTuple):
 
 
 class DistillationLoss(nn.Module):
-    """``weight_soft_loss`` times a distance between the outputs of two lm_heads, plus ``weight_hard_loss`` times cross
-    entropy; both are means over valid tokens.
+    """``weight_soft_loss`` times a distance between the outputs of two lm_heads, plus ``weight_hard_loss``
+    times cross entropy; both are means over valid tokens.
 
-    One GEMM computes the student's logits of a chunk of tokens for both terms. The logits of all tokens are never
-    materialised, neither the student's nor the teacher's. Gradients are computed in the forward.
+    One GEMM computes the student's logits of a chunk of tokens for both terms. The logits of all tokens are
+    never materialised, neither the student's nor the teacher's. Gradients are computed in the forward.
 
     Args:
-        weight_hard_loss, weight_soft_loss: factors of cross entropy and of the distance; a term with factor 0 is not
-            computed.
+        weight_hard_loss, weight_soft_loss: factors of cross entropy and of the distance; a term with factor 0
+            is not computed.
         ignore_index: the target of ignored tokens.
-        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics of the student's tokens that
-            ``forward`` returns. They cost one more GEMM of the student's head, whose logits a backend may round.
+        metrics: names among ``"logprobs"``, ``"entropy"`` and ``"argmax"``: the metrics of the student's
+            tokens that ``forward`` returns. They cost one more GEMM of the student's head, whose logits a
+            backend may round.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
-        memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by default
-            512 MiB.
-        temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The distance is
-            not multiplied by the square of the temperature.
+            Change it only if a float32 buffer of the size of the weight does not fit.
+        memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by
+            default 512 MiB. Lower it if the loss runs out of memory.
+        temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The
+            distance is not multiplied by the square of the temperature.
 
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an option is out of range, an unknown metric, or both factors are 0.
 
-    Example, of a derived class::
+    Example::
 
-        loss_function = liger.losses.FusedLinearJSDLoss(weight_hard_loss=0.2, weight_soft_loss=0.8, temperature=2.0)
-        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
+        >>> issubclass(liger.losses.FusedLinearJSDLoss, liger.losses.DistillationLoss)
+        True
+        >>> loss_function = liger.losses.FusedLinearJSDLoss(weight_soft_loss=0.8, temperature=2.0)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight
+        ... )
     """
 
     @arguments(weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, metrics=TOKEN_METRICS, **HEAD)
@@ -136,7 +151,8 @@ class DistillationLoss(nn.Module):
         self.temperature = float(temperature)
 
     def distance(self) -> tuple[str, float, float]:
-        """(divergence, beta, factor): the first two as ``liger::fused_linear_divergence_forward`` takes them."""
+        """(divergence, beta, factor): the first two as ``liger::fused_linear_divergence_forward`` takes
+        them."""
         raise NotImplementedError(f"{type(self).__name__} defines no distance")
 
     def _rows(self, input, target, mask):
@@ -146,7 +162,7 @@ class DistillationLoss(nn.Module):
             raise wrong_shape(op, "input", input, expected)
         for name, tensor in (("target", target), ("mask", mask)):
             if tensor is not None:
-                check_shape(op, name, tensor, token_shape, "that of input without its last dimension")
+                check_shape(op, name, tensor, token_shape, "the shape of input without its last dimension")
                 check_device(op, name, tensor, "input", input)
                 if tensor.is_complex():
                     raise wrong_dtype(op, name, tensor, "a real one")
@@ -170,8 +186,8 @@ class DistillationLoss(nn.Module):
         """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
         if teacher.dim() == 0 or teacher.shape[:-1] != rows.token_shape:
             raise RuntimeError(
-                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of input, "
-                f"{tuple(input.shape)}, but for the last dimension"
+                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected the shape of "
+                f"input, {tuple(input.shape)}, except for the last dimension"
             )
         check_device(rows.op, name, teacher, "input", input)
         refuse_gradients(rows.op, **{name: teacher})
@@ -186,7 +202,8 @@ class DistillationLoss(nn.Module):
         elif "logprobs" not in self.metrics:
             # Targets that only say which tokens count need not be classes.
             target = torch.where(target == self.ignore_index, target, any_class)
-        # The metrics of this function are without gradient under every tracer, some of which drop detach and no_grad.
+        # The metrics of this function are without gradient under every tracer, some of which drop detach and
+        # no_grad.
         layer = [t if t is None else t.detach() for t in (input, weight, target, bias)]
         found = fused_linear_ce(
             *layer, ignore_index=self.ignore_index, reduction="sum", memory_budget=self.memory_budget,
@@ -195,8 +212,9 @@ class DistillationLoss(nn.Module):
         tokens = {"logprobs": found.logprobs, "entropy": found.entropy, "argmax": found.argmax}
         return TokenMetrics(**{name: tokens[name].view(rows.token_shape) for name in self.metrics})
 
-    def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
-        # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast them.
+    def _distill_rows(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
+        # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast
+        # them.
         input, weight, bias, *heads = autocast_operands(
             rows.input,
             weight,
@@ -266,29 +284,30 @@ class _TwoHeadLoss(DistillationLoss):
         """The loss of a batch, and its metrics.
 
         Args:
-            input: (..., H) hidden states of the student, (B, L, H) or packed, (T, H); float16, bfloat16, float32 or
-                float64.
+            input: (..., H) hidden states of the student, (B, L, H) or packed, (T, H); float16, bfloat16,
+                float32 or float64.
             weight: (V, H), the dtype of input, as bias.
-            target: (...), int64 or int32: the class that each hidden state predicts; None if ``weight_hard_loss`` is 0.
+            target: (...), int64 or int32: the class that each hidden state predicts; None if
+                ``weight_hard_loss`` is 0.
             bias: (V,) or None.
             mask: (...), 0 at tokens to ignore.
             teacher_input: (..., Ht) hidden states of the teacher, of any hidden size and floating dtype.
             teacher_weight: (V, Ht), the dtype of teacher_input, as teacher_bias.
             teacher_bias: (V,) or None.
-            teacher_logits: (..., V) in any floating dtype, the logits of the teacher or its log-probabilities (for the
-                cosine the logits), instead of ``teacher_input`` and ``teacher_weight``.
-            denominator: the divisor of both sums, a number or a tensor with one element; None means the number of valid
-                tokens.
+            teacher_logits: (..., V) in any floating dtype, the logits of the teacher or its log-probabilities
+                (for the cosine the logits), instead of ``teacher_input`` and ``teacher_weight``.
+            denominator: the divisor of both sums, a number or a tensor with one element; None means the
+                number of valid tokens.
 
         Returns:
-            (loss, :class:`DistillationMetrics`); the loss is a scalar in float32 (float64 for float64 inputs), 0 if all
-            tokens are ignored.
+            (loss, :class:`DistillationMetrics`); the loss is a scalar in float32 (float64 for float64
+            inputs), 0 if all tokens are ignored.
 
         Raises:
             TypeError: an argument has a wrong type.
             ValueError: no target for the cross entropy; no teacher, or one that is given twice or in part.
-            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a target that is not a class;
-                a tensor of the teacher that requires grad.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a target that is not
+                a class; a tensor of the teacher that requires grad.
         """
         rows = self._rows(input, target, mask)
         parts = {
@@ -314,10 +333,12 @@ class _TwoHeadLoss(DistillationLoss):
             )
         if weight.dim() == 2 and classes != weight.shape[0]:
             raise RuntimeError(
-                f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, those of weight: both models "
+                f"{rows.op}: {name} has {classes} classes, expected {weight.shape[0]}, as weight has: both models "
                 "must have the same vocabulary (classes that only pad one can be cut off)"
             )
-        return self._run(rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator)
+        return self._distill_rows(
+            rows, weight, teacher, teacher_weight, None, bias, teacher_bias, denominator
+        )
 
 
 class FusedLinearJSDLoss(_TwoHeadLoss):
@@ -325,7 +346,7 @@ class FusedLinearJSDLoss(_TwoHeadLoss):
 
     Args:
         beta: weight of the teacher in the mixture; 0 is the forward KL, 1 the reverse KL.
-        options: those of :class:`DistillationLoss`.
+        options: see :class:`DistillationLoss`.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta outside [0, 1].
@@ -334,8 +355,10 @@ class FusedLinearJSDLoss(_TwoHeadLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearJSDLoss(beta=0.5)
-        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
+        >>> loss_function = liger.losses.FusedLinearJSDLoss(beta=0.5)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight
+        ... )
     """
 
     @arguments(beta=FRACTION)
@@ -352,17 +375,18 @@ class FusedLinearKLDivLoss(_TwoHeadLoss):
 
     Args:
         reverse: ``KL(student || teacher)``, which is mode-seeking.
-        options: those of :class:`DistillationLoss`.
+        options: see :class:`DistillationLoss`.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`.
 
-    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse as in Gu et al., "MiniLLM", arXiv 2306.08543.
+    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse as in Gu et al., "MiniLLM", arXiv
+    2306.08543.
 
     Example::
 
-        loss_function = liger.losses.FusedLinearKLDivLoss(weight_hard_loss=0.0)
-        loss, metrics = loss_function(input, head.weight, mask=mask, teacher_logits=teacher_logits)
+        >>> loss_function = liger.losses.FusedLinearKLDivLoss(weight_hard_loss=0.0)
+        >>> loss, metrics = loss_function(input, weight, mask=mask, teacher_logits=teacher_logits)
     """
 
     @arguments(reverse=FLAG)
@@ -379,18 +403,20 @@ class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
 
     Args:
         beta: factor of the distance.
-        options: those of :class:`DistillationLoss`. The temperature has no effect on the cosine.
+        options: see :class:`DistillationLoss`. The temperature has no effect on the cosine.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta that is not positive.
 
-    Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes. Its gradient has a factor of ``1 / |s|``: in float16,
-    whose gradients of logits are scaled, it overflows to infinity or NaN where ``|s|`` is below 2^-7.
+    Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes. Its gradient has a factor of ``1 / |s|``: in
+    float16, where gradients of logits are scaled, it overflows to infinity or NaN if ``|s|`` is below 2^-7.
 
     Example::
 
-        loss_function = liger.losses.FusedLinearCosineSimilarityLoss(beta=0.5)
-        loss, metrics = loss_function(input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight)
+        >>> loss_function = liger.losses.FusedLinearCosineSimilarityLoss(beta=0.5)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, teacher_input=teacher_input, teacher_weight=teacher_weight
+        ... )
     """
 
     @arguments(beta=POSITIVE)
@@ -412,22 +438,25 @@ class FusedLinearTopKLoss(DistillationLoss):
     An inference server (vLLM, for example) provides them, so the teacher's lm_head is not computed here.
 
     Args:
-        rest: the treatment of the classes outside the top k. ``"tail"``: they form one class, for both models.
-            ``"renormalize"``: the teacher's probabilities are divided by their sum, and all other classes have
-            probability 0 under the teacher; the student's distribution is over all classes.
-        options: those of :class:`DistillationLoss`. The temperature divides the student's logits only: the teacher's
-            log-probabilities must be those at the same temperature.
+        rest: the treatment of the classes outside the top k. ``"tail"``: they form one class, for both
+            models. ``"renormalize"``: the teacher's probabilities are divided by their sum, and all other
+            classes have probability 0 under the teacher; the student's distribution is over all classes.
+        options: see :class:`DistillationLoss`. The temperature divides the student's logits only: the
+            teacher's log-probabilities must be those at the same temperature.
 
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for an unknown ``rest``.
 
     Formula: with q the student and p the teacher, ``sum over the k classes of p * (log p - log q)``, plus
-    ``p_rest * (log p_rest - log q_rest)`` for ``"tail"``; p_rest and q_rest are 1 minus the sums over the k classes.
+    ``p_rest * (log p_rest - log q_rest)`` for ``"tail"``; p_rest and q_rest are 1 minus the sums over the k
+    classes.
 
     Example::
 
-        loss_function = liger.losses.FusedLinearTopKLoss(rest="tail")
-        loss, metrics = loss_function(input, head.weight, target, teacher_logprobs=logprobs, teacher_indices=indices)
+        >>> loss_function = liger.losses.FusedLinearTopKLoss(rest="tail")
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, teacher_logprobs=logprobs, teacher_indices=indices
+        ... )
     """
 
     @arguments(rest=TEXT)
@@ -455,16 +484,17 @@ class FusedLinearTopKLoss(DistillationLoss):
 
         Args:
             input, weight, target, bias, mask, denominator: as in :meth:`FusedLinearJSDLoss.forward`.
-            teacher_logprobs: (..., k), any floating dtype, in nats. Rows with fewer classes are padded with -inf; a row
-                of -inf only has distance 0.
-            teacher_indices: (..., k), int64 or int32, the class of each; distinct within a row, except for padding.
+            teacher_logprobs: (..., k), any floating dtype, in nats. Rows with fewer classes are padded with
+                -inf; a row of -inf only has distance 0.
+            teacher_indices: (..., k), int64 or int32, the class of each; distinct within a row, except for
+                padding.
 
         Returns:
             As :meth:`FusedLinearJSDLoss.forward`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as :meth:`FusedLinearJSDLoss.forward`; RuntimeError also for an index
-                that is not a class, on the CPU.
+            TypeError, ValueError, RuntimeError: as :meth:`FusedLinearJSDLoss.forward`; RuntimeError also for
+                an index that is not a class, on the CPU.
         """
         rows = self._rows(input, target, mask)
         logprobs, indices = (
@@ -476,6 +506,10 @@ class FusedLinearTopKLoss(DistillationLoss):
         if teacher_logprobs.shape[-1] == 0:
             raise wrong_shape(rows.op, "teacher_logprobs", teacher_logprobs, "(..., k) of at least one class")
         check_shape(
-            rows.op, "teacher_indices", teacher_indices, teacher_logprobs.shape, "that of teacher_logprobs"
+            rows.op,
+            "teacher_indices",
+            teacher_indices,
+            teacher_logprobs.shape,
+            "the shape of teacher_logprobs",
         )
-        return self._run(rows, weight, logprobs, None, indices, bias, None, denominator)
+        return self._distill_rows(rows, weight, logprobs, None, indices, bias, None, denominator)

@@ -1,7 +1,8 @@
 """Losses of policy optimisation on sampled answers: GRPO with its variants, and PPO.
 
-docs/losses.md defines every term. With importance weights per token, the gradient of a token depends on that token
-alone, and a chunk is any number of tokens. With importance weights per sequence, a chunk is one sequence or more.
+docs/losses.md defines every term. With importance weights per token, the gradient of a token depends on that
+token alone, and a chunk is any number of tokens. With importance weights per sequence, a chunk is one
+sequence or more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .base import FusedLinearLoss, LossOptions, check_choice
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
-# What clips importance weights, from both sides.
+# The loss types that clip importance weights from both sides.
 _CLIPPED: tuple[str, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # The options that only some loss types read.
 _USED_BY: dict[str, tuple[str, ...]] = {
@@ -40,13 +41,20 @@ class PolicyMetrics(NamedTuple):
     """Metrics of policy optimisation, without gradients; means are over valid tokens.
 
     Attributes:
-        kl: scalar, the mean KL divergence from the reference in nats, with ``use_bias_correction_kl`` times the
-            importance weights, as in the loss; None without a reference.
+        kl: scalar, the mean KL divergence from the reference in nats, with ``use_bias_correction_kl`` times
+            the importance weights, as in the loss; None without a reference.
         mean_entropy: scalar, in nats; None if ``entropy_coef`` is 0.
-        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped by ``epsilon_low`` and
+        clip_ratio: scalar, the fraction of tokens with an importance weight clipped by ``epsilon_low`` and
             ``epsilon_high``, not by ``delta``; 0 with sapo and vespo, which do not clip.
-        logprobs, entropy, argmax: the :class:`TokenMetrics`, per token in the shape of target. ``logprobs`` is always
-            there, the others are None unless the option ``metrics`` asks for them.
+        logprobs, entropy, argmax: the :class:`TokenMetrics`, per token in the shape of target. ``logprobs``
+            is always there, the others are None unless the option ``metrics`` asks for them.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearGRPOLoss(beta=0.0)
+        >>> loss, metrics = loss_function(input, weight, target, advantages=advantages)
+        >>> isinstance(metrics, liger.losses.PolicyMetrics)
+        True
     """
 
     kl: Tensor | None
@@ -80,25 +88,25 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
     Args:
         beta: factor of the KL divergence from the reference model; 0: no divergence and no reference.
         use_ref_model: False has the effect of ``beta=0``.
-        epsilon_low, epsilon_high: importance weights are clipped to ``[1 - epsilon_low, 1 + epsilon_high]``; for cispo
-            ``epsilon_high`` is their upper bound.
-        loss_type: ``"grpo"`` (arXiv 2402.03300: mean over the tokens of a sequence, then over sequences), ``"bnpo"``
-            (mean over all tokens), ``"dr_grpo"`` (2503.20783: over ``max_completion_length``), ``"dapo"`` (2503.14476:
-            over ``denominator``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"luspo"`` (2602.05261:
-            sum over the tokens of a sequence, mean over sequences) and ``"vespo"`` (2602.10693: a gamma weight of the
-            sequence; not with ``importance_sampling_level="sequence"``).
+        epsilon_low, epsilon_high: importance weights are clipped to ``[1 - epsilon_low, 1 + epsilon_high]``;
+            for cispo ``epsilon_high`` is their upper bound.
+        loss_type: ``"grpo"`` (arXiv 2402.03300: mean over the tokens of a sequence, then over sequences),
+            ``"bnpo"`` (mean over all tokens), ``"dr_grpo"`` (2503.20783: over ``max_completion_length``),
+            ``"dapo"`` (2503.14476: over ``denominator``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347),
+            ``"luspo"`` (2602.05261: sum over the tokens of a sequence, mean over sequences) and ``"vespo"``
+            (2602.10693: a gamma weight of the sequence; not with ``importance_sampling_level="sequence"``).
         max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch, or, packed,
             ``max_length`` or the longest sequence.
         importance_sampling_level: ``"token"``, or ``"sequence"`` for GSPO (2507.18071).
         sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and for all other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of vespo, exponent and rate of the gamma weight,
-            for advantages of at least 0 and for negative ones.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of vespo, exponent and rate of the gamma
+            weight, for advantages of at least 0 and for negative ones.
         delta: upper bound of the unclipped importance weights (two-sided clipping); None: no bound.
         use_bias_correction_kl: multiplies the divergence by the importance weight.
-        entropy_coef: factor of the mean entropy, which is subtracted from the loss. The mean is over the valid tokens
-            of a call for every loss type, whatever ``denominator`` is: with micro-batches, divide the factor by
-            their number.
-        options: those of :class:`FusedLinearLoss`; ``temperature`` is the sampling temperature.
+        entropy_coef: factor of the mean entropy, which is subtracted from the loss. The mean is over the
+            valid tokens of a call for every loss type, whatever ``denominator`` is: with micro-batches,
+            divide the factor by their number.
+        options: see :class:`FusedLinearLoss`; ``temperature`` is the sampling temperature.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -108,8 +116,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearGRPOLoss(beta=0.0, temperature=0.9)
-        loss, metrics = loss_function(input, head.weight, target, advantages=advantages, mask=completion_mask)
+        >>> loss_function = liger.losses.FusedLinearGRPOLoss(beta=0.0, temperature=0.9)
+        >>> loss, metrics = loss_function(input, weight, target, advantages=advantages, mask=mask)
     """
 
     @arguments(
@@ -173,8 +181,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         return difference.exp()
 
     def _gamma_weights(self, logprobs, old, mask, advantages, sampler_ratio):
-        """The factors of vespo, ``w^k exp(lambda (1 - w))`` with w the importance weight of the sequence, in the shape
-        of advantages; 1 where w is 1. The logarithms are clamped as TRL clamps them."""
+        """The factors of vespo, ``w^k exp(lambda (1 - w))`` with w the importance weight of the sequence, in
+        the shape of advantages; 1 where w is 1. The logarithms are clamped as TRL clamps them."""
         log_w = torch.where(mask, (logprobs - old).clamp(-20.0, 20.0), 0.0).sum(-1, keepdim=True)
         if sampler_ratio is not None:
             # (S, 1) is the weight of the sequence, (S, L) has one of each token.
@@ -190,7 +198,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _kl(self, logprobs, ref):
-        """The k3 estimator of the KL divergence (Schulman, "Approximating KL divergence", 2020), never negative."""
+        """The k3 estimator of the KL divergence (Schulman, "Approximating KL divergence", 2020), never
+        negative."""
         return (ref - logprobs).expm1() - (ref - logprobs)
 
     def compute(
@@ -233,7 +242,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         items = None
         if denominator is not None:
             items = as_scalar("denominator", denominator, batch)
-            # No items: the sum is 0, too.
+            # No items: the sum is also 0.
             items = torch.where(items > 0, items, 1.0)
         if self.loss_type in ("grpo", "sapo", "luspo"):
             count = count if items is None else items
@@ -290,24 +299,26 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         """The loss of sampled answers, and its metrics.
 
         Args:
-            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
-                same dtype for weight and bias.
+            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or
+                float64, the same dtype for weight and bias.
             weight: (V, H).
             target: (S, L), (T,) or (1, T), int64 or int32: the sampled tokens.
             bias: (V,) or None.
             advantages: (S,), or the shape of target.
-            mask: the shape of target, 0 at tokens to ignore; None: only tokens equal to ``ignore_index`` are ignored.
+            mask: the shape of target, 0 at tokens to ignore; None: only tokens equal to ``ignore_index`` are
+                ignored.
             ref_per_token_logps: log-probabilities of the reference model, in the shape of target.
-            old_per_token_logps: log-probabilities of the policy that sampled the answers, in the same shape; None means
-                that the policy has not changed since.
-            ref_input, ref_weight, ref_bias: the reference model, instead of its log-probabilities. It costs one GEMM.
+            old_per_token_logps: log-probabilities of the policy that sampled the answers, in the same shape;
+                None means that the policy has not changed since.
+            ref_input, ref_weight, ref_bias: the reference model, instead of its log-probabilities. It costs
+                one GEMM.
             vllm_is_ratio: (S,), (S, 1) or the shape of target: factors of the loss that correct for different
                 probabilities of the sampler.
-            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
-                length.
-            denominator: the divisor of the sum, a number or a tensor with one element; None means the number of valid
-                tokens (of sequences for grpo, sapo and luspo). Without effect for dr_grpo. If gradients are averaged
-                over processes, pass the global number over the number of processes.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the
+                longest length.
+            denominator: the divisor of the sum, a number or a tensor with one element; None means the number
+                of valid tokens (of sequences for grpo, sapo and luspo). Without effect for dr_grpo. If
+                gradients are averaged over processes, pass the global number over the number of processes.
 
         Returns:
             (loss, :class:`PolicyMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
@@ -379,13 +390,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class FusedLinearPPOLoss(FusedLinearGRPOLoss):
-    """The clipped policy loss of PPO: a mean over tokens, advantages per token, no reference unless ``beta`` is set.
+    """The clipped policy loss of PPO: a mean over tokens, advantages per token, no reference unless ``beta``
+    is set.
 
     Args:
         epsilon: importance weights are clipped to ``[1 - epsilon, 1 + epsilon]``.
         beta: factor of the KL divergence from a reference model.
         loss_type: as in :class:`FusedLinearGRPOLoss`; ``"bnpo"`` is the mean over tokens.
-        options: those of :class:`FusedLinearGRPOLoss`, such as ``entropy_coef``.
+        options: see :class:`FusedLinearGRPOLoss`, ``entropy_coef`` for example.
 
     Raises:
         TypeError, ValueError: as :class:`FusedLinearGRPOLoss`.
@@ -394,8 +406,10 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearPPOLoss(entropy_coef=0.01)
-        loss, metrics = loss_function(input, head.weight, target, advantages=advantages, old_per_token_logps=logps)
+        >>> loss_function = liger.losses.FusedLinearPPOLoss(entropy_coef=0.01)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, advantages=advantages, old_per_token_logps=logps
+        ... )
     """
 
     @arguments(

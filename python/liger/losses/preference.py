@@ -37,12 +37,22 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of preference training, without gradients, in float32 (float64 for float64 inputs).
 
     Attributes:
-        nll_loss: scalar, the mean negative log-likelihood of the chosen tokens in nats; None without that term.
-        chosen_logps, rejected_logps: (pairs,) log-probabilities of the sequences in nats: sums over their tokens, or
-            means with ``average_log_prob``.
-        chosen_rewards, rejected_rewards: (pairs,) ``beta`` times the difference to the reference's log-probabilities.
-        logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None. With
-            ``nll_mask`` or ``nll_target`` they include the tokens that only the likelihood term reads, with its target.
+        nll_loss: scalar, the mean negative log-likelihood of the chosen tokens in nats; None without that
+            term.
+        chosen_logps, rejected_logps: (pairs,) log-probabilities of the sequences in nats: sums over their
+            tokens, or means with ``average_log_prob``.
+        chosen_rewards, rejected_rewards: (pairs,) ``beta`` times the difference to the reference's
+            log-probabilities.
+        logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None.
+            With ``nll_mask`` or ``nll_target`` they include the tokens that only the likelihood term reads,
+            with its target.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearORPOLoss()
+        >>> loss, metrics = loss_function(input, weight, target)
+        >>> isinstance(metrics, liger.losses.PreferenceMetrics)
+        True
     """
 
     nll_loss: Tensor | None
@@ -58,8 +68,8 @@ class PreferenceMetrics(NamedTuple):
 class PreferenceLoss(FusedLinearLoss):
     """Base class of the losses of pairs: a subclass defines ``preference_loss``.
 
-    The loss is the mean of ``preference_loss`` over pairs. ``compute_nll_loss`` adds ``alpha`` times the mean negative
-    log-likelihood of the chosen tokens. A pair without valid tokens adds 0 to the sum.
+    The loss is the mean of ``preference_loss`` over pairs. ``compute_nll_loss`` adds ``alpha`` times the mean
+    negative log-likelihood of the chosen tokens. A pair without valid tokens adds 0 to the sum.
 
     Args:
         beta: scale of the rewards.
@@ -67,15 +77,17 @@ class PreferenceLoss(FusedLinearLoss):
         compute_nll_loss: whether to add the likelihood term.
         average_log_prob: the log-probability of a sequence is the mean over its tokens instead of their sum.
         use_ref_model: whether to subtract the log-probabilities of a reference model.
-        options: those of :class:`FusedLinearLoss`.
+        options: see :class:`FusedLinearLoss`.
 
     Raises:
         TypeError, ValueError: as :class:`FusedLinearLoss`.
 
-    Example, of a subclass as docs/losses.md writes it::
+    Example::
 
-        loss_function = MarginLoss(beta=0.5)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> class MarginLoss(liger.losses.PreferenceLoss):
+        ...     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+        ...         return torch.nn.functional.softplus(1.0 - self.beta * (chosen_logps - rejected_logps))
+        >>> loss, metrics = MarginLoss(beta=0.5)(input, weight, target, bias)
     """
 
     unit = "pair"
@@ -101,8 +113,8 @@ class PreferenceLoss(FusedLinearLoss):
     def preference_loss(
         self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
     ) -> Tensor:  # fmt: skip
-        """(pairs,) losses from the (pairs,) log-probabilities of the sequences; those of the reference are 0 without a
-        reference model."""
+        """(pairs,) losses from the (pairs,) log-probabilities of the sequences; the reference's are 0 without
+        a reference model."""
         raise NotImplementedError(f"{type(self).__name__} defines no preference_loss")
 
     def compute(
@@ -140,42 +152,46 @@ class PreferenceLoss(FusedLinearLoss):
         """The loss of a batch of pairs, and its metrics.
 
         Args:
-            input: (2 * pairs, L, H) hidden states, the chosen sequences first; or packed, (T, H) or (1, T, H); float16,
-                bfloat16, float32 or float64, the same dtype for weight and bias.
+            input: (2 * pairs, L, H) hidden states, the chosen sequences first; or packed, (T, H) or (1, T,
+                H); float16, bfloat16, float32 or float64, the same dtype for weight and bias.
             weight: (V, H).
-            target: (2 * pairs, L), or (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
+            target: (2 * pairs, L), or (T,) or (1, T), int64 or int32: the class that each hidden state
+                predicts.
             bias: (V,) or None.
             mask: the shape of target, 0 at tokens to ignore.
             ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
-            ref_logps: instead of these, log-probabilities of the reference: per token in the shape of target, or sums
-                per sequence, (2 * pairs,).
-            nll_target: the targets of the likelihood term, in the shape of target; None for target itself. If a chosen
-                token has two different valid targets, the log-probability of the second one costs another GEMM.
-            nll_mask: instead of ``nll_target``, if the likelihood term has the same targets but other valid tokens
-                (prompts, for example): the shape of target, 0 at tokens to ignore in that term. ``mask`` does not apply
-                to it.
-            cu_seqlens, max_length: of a packed batch: cumulative lengths (2 * pairs + 1,), int32 or int64, and the
-                longest length.
-            denominator: the divisor of the sum over pairs, a number or a tensor with one element; None means the number
-                of pairs. For micro-batches, pass the number of pairs of all of them; if gradients are averaged over
-                processes, the global number over the number of processes.
-            nll_denominator: the same of the likelihood term, whose sum is over tokens of chosen sequences; None means
-                the number of valid ones.
+            ref_logps: instead of these, log-probabilities of the reference: per token in the shape of target,
+                or sums per sequence, (2 * pairs,).
+            nll_target: the targets of the likelihood term, in the shape of target; None for target itself. If
+                a chosen token has two different valid targets, the log-probability of the second one costs
+                another GEMM.
+            nll_mask: instead of ``nll_target``, if the likelihood term has the same targets but other valid
+                tokens (prompts, for example): the shape of target, 0 at tokens to ignore in that term.
+                ``mask`` does not apply to it.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (2 * pairs + 1,), int32 or int64,
+                and the longest length.
+            denominator: the divisor of the sum over pairs, a number or a tensor with one element; None means
+                the number of pairs. For micro-batches, pass the number of pairs of all of them; if gradients
+                are averaged over processes, the global number over the number of processes.
+            nll_denominator: the same of the likelihood term, whose sum is over tokens of chosen sequences;
+                None means the number of valid ones.
 
         Returns:
-            (loss, :class:`PreferenceMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
+            (loss, :class:`PreferenceMetrics`); the loss is a scalar in float32, or float64 for float64
+            inputs.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: no reference although ``use_ref_model`` is True, a reference although it is False, or both
-                ``nll_target`` and ``nll_mask``.
+            ValueError: no reference although ``use_ref_model`` is True, a reference although it is False, or
+                both ``nll_target`` and ``nll_mask``.
             RuntimeError: an odd number of sequences; mismatched shapes, dtypes, devices or vocabularies.
         """
 
         def make_batch(target, mask=None):
             return self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
 
-        # batch has the targets of the op; it differs from preference_batch where only the likelihood term is valid.
+        # batch has the targets of the op; it differs from preference_batch where only the likelihood term is
+        # valid.
         batch = preference_batch = nll_batch = make_batch(target, mask)
         valid = nll_valid = preference_batch.valid
         half = batch.shape[0] // 2
@@ -228,7 +244,8 @@ class PreferenceLoss(FusedLinearLoss):
         )
 
     def _sum_of_other_targets(self, batch, nll_batch, weight, bias):
-        """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from ``batch``'s."""
+        """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from
+        ``batch``'s."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         logprobs = fused_linear_logprobs(
@@ -239,19 +256,20 @@ class PreferenceLoss(FusedLinearLoss):
         return logprobs.sum()
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 DPOLossType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop",
 ]  # fmt: skip
 DPO_LOSS_TYPES: tuple[DPOLossType, ...] = get_args(DPOLossType)
-# Those that read ``label_smoothing``.
+# The loss types that read ``label_smoothing``.
 _SMOOTHED: tuple[str, ...] = ("sigmoid", "exo_pair", "robust")
 
 
 def _smoothed_sigmoid(x, smoothing):
-    """Cross entropy of ``sigmoid(x)`` with the label 1, smoothed by the probability ``smoothing`` of the label 0."""
+    """Cross entropy of ``sigmoid(x)`` with the label 1, smoothed by the probability ``smoothing`` of the
+    label 0."""
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
@@ -260,25 +278,28 @@ class FusedLinearDPOLoss(PreferenceLoss):
 
     Args:
         beta, use_ref_model, alpha, compute_nll_loss, average_log_prob: as in :class:`PreferenceLoss`.
-        loss_type: ``"sigmoid"`` (arXiv 2305.18290), ``"hinge"`` (2305.10425), ``"ipo"`` (2310.12036, of means over
-            tokens), ``"exo_pair"`` (2402.00856), ``"nca_pair"`` (2402.05369), ``"robust"`` (2403.00409),
-            ``"bco_pair"`` (2404.04656), ``"sppo_hard"`` (2405.00675), ``"apo_zero"`` and ``"apo_down"`` (2408.06266),
-            ``"discopop"`` (2406.08414).
-        label_smoothing: the probability that a label is wrong; for sigmoid, robust (below 0.5) and exo_pair (positive;
-            0 stands for 1e-3).
+        loss_type: ``"sigmoid"`` (arXiv 2305.18290), ``"hinge"`` (2305.10425), ``"ipo"`` (2310.12036, of means
+            over tokens), ``"exo_pair"`` (2402.00856), ``"nca_pair"`` (2402.05369), ``"robust"`` (2403.00409),
+            ``"bco_pair"`` (2404.04656), ``"sppo_hard"`` (2405.00675), ``"apo_zero"`` and ``"apo_down"``
+            (2408.06266), ``"discopop"`` (2406.08414).
+        label_smoothing: the probability that a label is wrong; for sigmoid, robust (below 0.5) and exo_pair
+            (positive; 0 stands for 1e-3).
         discopop_tau: temperature of discopop.
-        options: those of :class:`FusedLinearLoss`.
+        options: see :class:`FusedLinearLoss`.
 
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an unknown loss type, or an option out of range.
 
-    Source: Rafailov et al., arXiv 2305.18290, equation 7; the variants as named above, with the formulas of TRL.
+    Source: Rafailov et al., arXiv 2305.18290, equation 7; the variants as named above, with the formulas of
+    TRL.
 
     Example::
 
-        loss_function = liger.losses.FusedLinearDPOLoss(beta=0.1)
-        loss, metrics = loss_function(input, head.weight, target, ref_input=ref_input, ref_weight=ref_head.weight)
+        >>> loss_function = liger.losses.FusedLinearDPOLoss(beta=0.1)
+        >>> loss, metrics = loss_function(
+        ...     input, weight, target, ref_input=ref_input, ref_weight=ref_weight
+        ... )
     """
 
     @arguments(
@@ -350,12 +371,12 @@ class FusedLinearDPOLoss(PreferenceLoss):
                 return sigmoid(-a) + sigmoid(b)
             case "apo_down":
                 return sigmoid(a) + sigmoid(-margin)
-        # One exponential: that of -margin alone overflows where its weight is 0.
+        # One exponential: exp(-margin) alone overflows where its weight is 0.
         exponential = torch.exp(F.logsigmoid(margin / self.discopop_tau) - margin)
         return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + exponential
 
 
-# --- without a reference model ------------------------------------------------------------------------------------
+# --- without a reference model ------------------------------------------------------------------------------
 
 
 def _log1mexp(x):
@@ -365,13 +386,13 @@ def _log1mexp(x):
 
 
 class FusedLinearORPOLoss(PreferenceLoss):
-    """Odds ratio preference optimisation: negative log-likelihood of the chosen answers, and ``beta`` times the
-    odds-ratio term.
+    """Odds ratio preference optimisation: negative log-likelihood of the chosen answers, and ``beta`` times
+    the odds-ratio term.
 
     Args:
         beta: factor of the odds-ratio term.
-        alpha, compute_nll_loss, use_ref_model, options: as in :class:`PreferenceLoss`. Log-probabilities of sequences
-            are means over tokens.
+        alpha, compute_nll_loss, use_ref_model, options: as in :class:`PreferenceLoss`. Log-probabilities of
+            sequences are means over tokens.
 
     Raises:
         TypeError, ValueError: as :class:`PreferenceLoss`.
@@ -380,8 +401,8 @@ class FusedLinearORPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearORPOLoss(beta=0.1)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearORPOLoss(beta=0.1)
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, use_ref_model=FLAG)
@@ -418,7 +439,8 @@ class FusedLinearCPOLoss(PreferenceLoss):
     """Contrastive preference optimisation.
 
     Args:
-        beta, alpha, compute_nll_loss, average_log_prob, use_ref_model, options: as in :class:`PreferenceLoss`.
+        beta, alpha, compute_nll_loss, average_log_prob, use_ref_model, options: as in
+            :class:`PreferenceLoss`.
         loss_type: ``"sigmoid"``, ``"hinge"`` or ``"ipo"``.
         label_smoothing: the probability that a label is wrong, for sigmoid.
 
@@ -430,8 +452,8 @@ class FusedLinearCPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearCPOLoss(loss_type="hinge")
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearCPOLoss(loss_type="hinge")
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(
@@ -475,7 +497,8 @@ class FusedLinearCPOLoss(PreferenceLoss):
 
 
 class FusedLinearSimPOLoss(PreferenceLoss):
-    """Simple preference optimisation: length-normalised rewards without a reference, and a target margin ``gamma``.
+    """Simple preference optimisation: length-normalised rewards without a reference, and a target margin
+    ``gamma``.
 
     Args:
         beta, alpha, compute_nll_loss, use_ref_model, options: as in :class:`PreferenceLoss`.
@@ -489,8 +512,8 @@ class FusedLinearSimPOLoss(PreferenceLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearSimPOLoss(gamma=0.5)
-        loss, metrics = loss_function(input, head.weight, target, head.bias)
+        >>> loss_function = liger.losses.FusedLinearSimPOLoss(gamma=0.5)
+        >>> loss, metrics = loss_function(input, weight, target, bias)
     """
 
     @arguments(

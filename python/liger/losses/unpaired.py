@@ -19,12 +19,21 @@ KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
 
 @serialisable
 class KTOMetrics(NamedTuple):
-    """Metrics of KTO, without gradients: sums over the desirable ("chosen") and the undesirable ("rejected") sequences.
+    """Metrics of KTO, without gradients: sums over the desirable ("chosen") and the undesirable ("rejected")
+    sequences.
 
     Attributes:
         chosen_logps_sum, rejected_logps_sum: scalars, of the log-probabilities of the sequences, in nats.
-        chosen_rewards_sum, rejected_rewards_sum: scalars, of ``beta`` times their difference to the reference.
+        chosen_rewards_sum, rejected_rewards_sum: scalars, of ``beta`` times their difference to the
+            reference.
         logprobs, entropy, argmax: the :class:`TokenMetrics` that the option ``metrics`` asks for, else None.
+
+    Example::
+
+        >>> loss_function = liger.losses.FusedLinearKTOLoss(use_ref_model=False)
+        >>> loss, metrics = loss_function(input, weight, target, preference_labels=labels)
+        >>> isinstance(metrics, liger.losses.KTOMetrics)
+        True
     """
 
     chosen_logps_sum: Tensor
@@ -37,7 +46,8 @@ class KTOMetrics(NamedTuple):
 
 
 class FusedLinearKTOLoss(FusedLinearLoss):
-    """Kahneman-Tversky optimisation: a mean over sequences. A sequence without valid tokens adds 0 to the sum.
+    """Kahneman-Tversky optimisation: a mean over sequences. A sequence without valid tokens adds 0 to the
+    sum.
 
     Args:
         beta: scale of the rewards.
@@ -45,7 +55,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         average_log_prob: the log-probability of a sequence is the mean over its tokens instead of their sum.
         loss_type: ``"kto"``, or ``"apo_zero_unpaired"`` (arXiv 2408.06266), which does not subtract ``kl``.
         desirable_weight, undesirable_weight: factors of the losses of desirable and of undesirable answers.
-        options: those of :class:`FusedLinearLoss`.
+        options: see :class:`FusedLinearLoss`.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -55,8 +65,8 @@ class FusedLinearKTOLoss(FusedLinearLoss):
 
     Example::
 
-        loss_function = liger.losses.FusedLinearKTOLoss(use_ref_model=False)
-        loss, metrics = loss_function(input, head.weight, target, preference_labels=labels)
+        >>> loss_function = liger.losses.FusedLinearKTOLoss(use_ref_model=False)
+        >>> loss, metrics = loss_function(input, weight, target, preference_labels=labels)
     """
 
     unit = "sequence"
@@ -113,22 +123,22 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         """The loss of a batch of answers, and its metrics.
 
         Args:
-            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
-                same dtype for weight and bias.
+            input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or
+                float64, the same dtype for weight and bias.
             weight: (V, H).
             target: (S, L), (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
             bias: (V,) or None.
             preference_labels: (S,), true or 1 for desirable answers.
-            kl: a number or a tensor with one element, the KL divergence from the reference in nats, for example from
-                :meth:`estimate_kl`; None means 0.
+            kl: a number or a tensor with one element, the KL divergence from the reference in nats, for
+                example from :meth:`estimate_kl`; None means 0.
             mask: the shape of target, 0 at tokens to ignore.
             ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
-            ref_logps: instead of the reference model, its log-probabilities per token in the shape of target, or their
-                sums per sequence, (S,).
-            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
-                length.
-            denominator: the divisor of the sum over sequences, a number or a tensor with one element; None means the
-                number of sequences.
+            ref_logps: instead of the reference model, its log-probabilities per token in the shape of target,
+                or their sums per sequence, (S,).
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the
+                longest length.
+            denominator: the divisor of the sum over sequences, a number or a tensor with one element; None
+                means the number of sequences.
 
         Returns:
             (loss, :class:`KTOMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
@@ -178,13 +188,14 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         cu_seqlens: Tensor | None = None,
         max_length: int | None = None,
     ) -> Tensor:
-        """Estimates the KL divergence that :meth:`forward` takes as ``kl``, from answers paired with other prompts.
+        """Estimates the KL divergence that :meth:`forward` takes as ``kl``, from answers paired with other
+        prompts.
 
-        Arguments are those of :meth:`forward`; ``target`` has the mismatched answers.
+        The arguments are as for :meth:`forward`; ``target`` has the mismatched answers.
 
         Returns:
-            A scalar in nats: the mean over sequences of the log-ratio of policy and reference, clamped to at least 0.
-            In distributed training, average it over processes.
+            A scalar in nats: the mean over sequences of the log-ratio of policy and reference, clamped to at
+            least 0. In distributed training, average it over processes.
 
         Raises:
             ValueError: no reference.

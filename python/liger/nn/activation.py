@@ -28,8 +28,8 @@ class Softmax(nn.Module):
 
     Example::
 
-        softmax = liger.nn.Softmax(dim=-1)
-        y = softmax(torch.randn(2, 10, 64))
+        >>> softmax = liger.nn.Softmax(dim=-1)
+        >>> y = softmax(torch.randn(2, 10, 64))
 
     Source: as :func:`liger.softmax`.
     """
@@ -59,8 +59,8 @@ class ReLUSquared(nn.Module):
 
     Example::
 
-        activation = liger.nn.ReLUSquared()
-        y = activation(torch.randn(2, 10, 64))
+        >>> activation = liger.nn.ReLUSquared()
+        >>> y = activation(torch.randn(2, 10, 64))
 
     Source: as :func:`liger.relu_squared`.
     """

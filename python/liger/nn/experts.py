@@ -13,31 +13,34 @@ from ..ops.grouped_experts.op import grouped_experts
 
 
 class GroupedExperts(nn.Module):
-    """The weighted sum, over the chosen experts of each token, of gated MLPs, by :func:`liger.grouped_experts`.
+    """The weighted sum, over the chosen experts of each token, of gated MLPs, by
+    :func:`liger.grouped_experts`.
 
     Args:
         num_experts: number of experts, E.
         hidden_size: size of the last dimension of x and of the result, H.
         intermediate_size: size of the product of gate and up, I.
         bias: whether both projections have a bias.
-        activation, is_transposed, is_interleaved, alpha, limit, recompute: as in :func:`liger.grouped_experts`.
+        activation, is_transposed, is_interleaved, alpha, limit, recompute: as in
+            :func:`liger.grouped_experts`.
         device, dtype: of the parameters.
 
-    Parameters: gate_up_proj and down_proj, and with ``bias`` gate_up_proj_bias and down_proj_bias, with the shapes of
-    :func:`liger.grouped_experts` and the initialisation of ``torch.nn.Linear``.
+    Parameters: gate_up_proj and down_proj, and with ``bias`` gate_up_proj_bias and down_proj_bias, with the
+    shapes of :func:`liger.grouped_experts` and the initialisation of ``torch.nn.Linear``.
 
     Shape:
         x: (..., H); top_k_index, top_k_weights: (..., K); the result has the shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an input that is not a tensor.
-        ValueError: a size that is not positive, an unknown activation, an alpha or limit that is not positive.
+        ValueError: a size that is not positive, an unknown activation, an alpha or limit that is not
+            positive.
         RuntimeError: as :func:`liger.grouped_experts`.
 
     Example::
 
-        experts = liger.nn.GroupedExperts(8, 64, 192)
-        y = experts(torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2))
+        >>> experts = liger.nn.GroupedExperts(8, 64, 192)
+        >>> y = experts(torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2))
 
     Sources: as :func:`liger.grouped_experts`.
     """

@@ -50,7 +50,8 @@ def _check_class_weight(op, name, weight):
 
 
 class _CrossEntropyOptions(nn.Module):
-    """Options that both losses share, with the names of :class:`torch.nn.CrossEntropyLoss` where it has them."""
+    """Options that both losses share, with the names of :class:`torch.nn.CrossEntropyLoss` where it has
+    them."""
 
     weight: torch.Tensor | None
 
@@ -105,19 +106,21 @@ class CrossEntropyLoss(_CrossEntropyOptions):
     Args:
         weight: (V,) class weights, any floating dtype, registered as a buffer.
         ignore_index: the target of ignored rows, which have no loss and no gradient.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, as in :func:`liger.cross_entropy`.
         label_smoothing: between 0 and 1.
         lse_square_scale: factor of the z-loss.
         metrics: names among ``z_loss``, ``token_accuracy``, ``argmax``, ``logprobs`` and ``entropy``,
             computed in the same pass.
-        group, vocab_start, vocab_size: of logits whose classes are sharded, as in :func:`liger.cross_entropy`.
+        group, vocab_start, vocab_size: for logits that are sharded along the classes, as in
+            :func:`liger.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only the loss
-            uses.
+        inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only
+            the loss uses.
 
     Shape:
-        logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which replaces
-        the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md defines each.
+        logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which
+        replaces the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md
+        defines each.
 
     Returns:
         The loss in float32 (float64 for float64 logits), () or the shape of target; with metrics a
@@ -130,8 +133,8 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
     Example::
 
-        criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
-        loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
+        >>> criterion = liger.nn.CrossEntropyLoss(label_smoothing=0.1)
+        >>> loss = criterion(torch.randn(10, 1000), torch.randint(1000, (10,)))
 
     Source: as :func:`liger.cross_entropy`.
     """
@@ -177,20 +180,25 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
 
 class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
-    """Cross entropy of ``input @ weight.T + bias``, in chunks of rows whose logits fit a memory budget.
+    """Cross entropy of ``input @ weight.T + bias``, in chunks of rows with logits that fit a memory budget.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, softcap: as in
             :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
-        group, vocab_start, vocab_size: of an lm_head whose classes are sharded, as in :func:`liger.fused_linear_ce`.
-        accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
-        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
-        accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32 ``main_grad``, or to
-            its ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_ce`.
+        group, vocab_start, vocab_size: for an lm_head that is sharded along the classes, as in
+            :func:`liger.fused_linear_ce`.
+        accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None:
+            float32. Change it only if a float32 buffer of the size of the weight does not fit.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
+            unset. Lower it if the loss runs out of memory. Raise it if there are many small chunks
+            (``liger plan`` prints them).
+        accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32
+            ``main_grad``, or to its ``grad``, without a temporary of its size, as in
+            :func:`liger.fused_linear_ce`.
 
     Shape:
-        input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one element.
-        Dtypes as in :func:`liger.fused_linear_ce`.
+        input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one
+        element. Dtypes as in :func:`liger.fused_linear_ce`.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), () or the shape of target; with metrics a
@@ -203,10 +211,10 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
 
     Example::
 
-        criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
-        loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
+        >>> criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
+        >>> loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
-    Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: docs/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
     def __init__(
@@ -268,20 +276,20 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
 class LMHeadLoss(nn.Linear):
     """An lm_head that returns logits or, given targets, the loss without materialising all logits.
 
-    ``forward`` computes the loss, so hooks that gather a sharded weight (FSDP2, ZeRO-3) treat the head as any other
-    linear layer, and its weight can be tied to an embedding.
+    ``forward`` computes the loss, so hooks that gather a sharded weight (FSDP2, ZeRO-3) treat the head as any
+    other linear layer, and its weight can be tied to an embedding.
 
     Args:
         hidden_size, vocab_size: input and output features of the linear layer.
         bias: whether it has a bias.
         device, dtype: of the parameters.
         ce_weight: (V,) class weights of the loss.
-        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`, but no group: a weight that is a DTensor
-            says itself over which processes its classes are sharded.
+        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`, but no group: a weight that is a
+            DTensor says itself over which processes its classes are sharded.
 
     Shape:
-        input: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...); denominator: one
-        element.
+        input: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...);
+        denominator: one element.
 
     Returns:
         Without target the logits, (..., vocab_size), with the softcap applied; with target the loss, or with
@@ -294,8 +302,8 @@ class LMHeadLoss(nn.Linear):
 
     Example::
 
-        head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
-        loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
+        >>> head = liger.nn.LMHeadLoss(64, 1000, label_smoothing=0.1)
+        >>> loss = head(torch.randn(10, 64), torch.randint(1000, (10,)))
 
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """

@@ -36,8 +36,8 @@ GELU: Activations = {
 
 
 def options_of(name: str, config: Any, activations: Activations) -> dict[str, Any]:
-    """What a configuration says about the constructor of the MLP ``name``. Raises ValueError for an activation that is
-    not among ``activations``."""
+    """Constructor arguments of the MLP ``name`` from a configuration. Raises ValueError for an activation
+    that is not among ``activations``."""
     # Gemma's configurations have both; hidden_activation is the one that its MLP uses.
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in activations:
@@ -82,14 +82,15 @@ class SwiGLUMLP(_GatedMLP):
         hidden_size: size of the last dimension of x and of the result.
         intermediate_size: size of the last dimension of gate and up.
         bias: whether the three projections have a bias.
-        inplace: the backward overwrites gate and up, which only this module uses, with their gradients. It saves their
-            memory. Gate and up are not overwritten under ``retain_graph=True``, nor with forward hooks on a projection
-            (or global ones), nor if a projection was replaced by a layer that may need its output.
+        inplace: the backward overwrites gate and up, which only this module uses, with their gradients. It
+            saves their memory. Gate and up are not overwritten under ``retain_graph=True``, nor with forward
+            hooks on a projection (or global ones), nor if a projection was replaced by a layer that may need
+            its output.
         device, dtype: of the parameters.
 
     Shape:
-        x: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the result has the shape and
-        dtype of x.
+        x: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
+        shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
@@ -98,8 +99,8 @@ class SwiGLUMLP(_GatedMLP):
 
     Example::
 
-        mlp = liger.nn.SwiGLUMLP(64, 192, inplace=True)
-        y = mlp(torch.randn(2, 10, 64))
+        >>> mlp = liger.nn.SwiGLUMLP(64, 192, inplace=True)
+        >>> y = mlp(torch.randn(2, 10, 64))
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
@@ -121,8 +122,9 @@ class SwiGLUMLP(_GatedMLP):
     def from_config(
         cls, config: Any, inplace: bool = False, device: Device = None, dtype: torch.dtype | None = None
     ) -> SwiGLUMLP:
-        """The MLP of a Hugging Face configuration, or of any object with ``hidden_size``, ``intermediate_size``,
-        ``hidden_activation`` or ``hidden_act``, and ``mlp_bias`` if the projections have biases.
+        """The MLP of a Hugging Face configuration, or of any object with ``hidden_size``,
+        ``intermediate_size``, ``hidden_activation`` or ``hidden_act``, and ``mlp_bias`` if the projections
+        have biases.
 
         Raises:
             ValueError: the configuration has another activation.
@@ -150,8 +152,8 @@ class GEGLUMLP(_GatedMLP):
 
     Example::
 
-        mlp = liger.nn.GEGLUMLP(64, 192, approximate="tanh")
-        y = mlp(torch.randn(2, 10, 64))
+        >>> mlp = liger.nn.GEGLUMLP(64, 192, approximate="tanh")
+        >>> y = mlp(torch.randn(2, 10, 64))
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
@@ -174,8 +176,8 @@ class GEGLUMLP(_GatedMLP):
     def from_config(
         cls, config: Any, inplace: bool = False, device: Device = None, dtype: torch.dtype | None = None
     ) -> GEGLUMLP:
-        """As :meth:`SwiGLUMLP.from_config`; the activation decides ``approximate``: ``"gelu"`` is the exact one,
-        ``"gelu_pytorch_tanh"`` and ``"gelu_new"`` are its approximation by tanh."""
+        """As :meth:`SwiGLUMLP.from_config`; the activation decides ``approximate``: ``"gelu"`` is the exact
+        one, ``"gelu_pytorch_tanh"`` and ``"gelu_new"`` are its approximation by tanh."""
         return cls(**options_of(cls.__name__, config, GELU), inplace=inplace, device=device, dtype=dtype)
 
     @arguments(late=True)

@@ -37,27 +37,27 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
-        eps: added to the mean square; None means that of float32, and of float64 for a float64 x, as in
-            :class:`torch.nn.RMSNorm` (whose docstring names the eps of the dtype of x).
+        eps: added to the mean square; None means the eps of float32, and of float64 for a float64 x, as in
+            :class:`torch.nn.RMSNorm` (its docstring names the eps of the dtype of x).
         elementwise_affine: whether there is a weight. It starts so that ``offset + weight`` is one.
-        offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
-        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``, ``"gemma"`` or ``"none"``,
-            as in :func:`liger.rms_norm`.
+        offset: added to the weight; 1.0 for Gemma, which stores weights around zero.
+        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``, ``"gemma"`` or
+            ``"none"``, as in :func:`liger.rms_norm`.
         device, dtype: of the weight.
 
     Shape:
-        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
-        shape and dtype of x.
+        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result
+        has the shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.rms_norm`.
+        RuntimeError: the shape of x does not end in normalized_shape, and as :func:`liger.rms_norm`.
 
     Example::
 
-        norm = liger.nn.RMSNorm(64, eps=1e-6)
-        y = norm(torch.randn(2, 10, 64))
+        >>> norm = liger.nn.RMSNorm(64, eps=1e-6)
+        >>> y = norm(torch.randn(2, 10, 64))
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -114,13 +114,14 @@ class RMSNorm(nn.Module):
 class RMSNormGated(nn.Module):
     """Root-mean-square normalisation with a gate, as ``RMSNormGated`` of Hugging Face models.
 
-    With ``norm(h) = h * rsqrt(mean(h^2) + eps)``: ``y = norm(x) * (offset + weight) * silu(gate)``, or without
-    ``norm_before_gate`` ``y = norm(x * silu(gate)) * (offset + weight)``.
+    With ``norm(h) = h * rsqrt(mean(h^2) + eps)``: ``y = norm(x) * (offset + weight) * silu(gate)``, or
+    without ``norm_before_gate`` ``y = norm(x * silu(gate)) * (offset + weight)``.
 
     Args:
         hidden_size: the size of the last dimension.
         eps: added to the mean square.
-        group_size: each ``group_size`` consecutive elements are normalised alone; None for the whole dimension.
+        group_size: each ``group_size`` consecutive elements are normalised alone; None for the whole
+            dimension.
         norm_before_gate: True as in Qwen3-Next, False as in Mamba2.
         activation: of the gate, ``"silu"`` or ``"sigmoid"``.
         offset: added to the weight, which starts so that the sum is one.
@@ -128,8 +129,8 @@ class RMSNormGated(nn.Module):
         device, dtype: of the weight.
 
     Shape:
-        x and gate: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
-        shape and dtype of x.
+        x and gate: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the
+        result has the shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an x or gate that is not a tensor.
@@ -138,8 +139,8 @@ class RMSNormGated(nn.Module):
 
     Example::
 
-        norm = liger.nn.RMSNormGated(64, group_size=16)
-        y = norm(torch.randn(2, 10, 64), torch.randn(2, 10, 64))
+        >>> norm = liger.nn.RMSNormGated(64, group_size=16)
+        >>> y = norm(torch.randn(2, 10, 64), torch.randn(2, 10, 64))
 
     Source: as :func:`liger.rms_norm_gated`.
     """
@@ -204,18 +205,18 @@ class LayerNorm(nn.Module):
         device, dtype: of the parameters.
 
     Shape:
-        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
-        shape and dtype of x.
+        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result
+        has the shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.layer_norm`.
+        RuntimeError: the shape of x does not end in normalized_shape, and as :func:`liger.layer_norm`.
 
     Example::
 
-        norm = liger.nn.LayerNorm(64)
-        y = norm(torch.randn(2, 10, 64))
+        >>> norm = liger.nn.LayerNorm(64)
+        >>> y = norm(torch.randn(2, 10, 64))
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
@@ -272,8 +273,8 @@ class LayerNorm(nn.Module):
 class GroupNorm(nn.Module):
     """Group normalisation of channels; the constructor of :class:`torch.nn.GroupNorm`.
 
-    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,
-    in float32.
+    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of
+    each sample, in float32.
 
     Args:
         num_groups: a divisor of ``num_channels``.
@@ -283,8 +284,8 @@ class GroupNorm(nn.Module):
         device, dtype: of the parameters.
 
     Shape:
-        x: (N, num_channels, ...), float16, bfloat16 or float32 (float64 on the torch backend); the result has the shape
-        and dtype of x.
+        x: (N, num_channels, ...), float16, bfloat16 or float32 (float64 on the torch backend); the result has
+        the shape and dtype of x.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
@@ -293,8 +294,8 @@ class GroupNorm(nn.Module):
 
     Example::
 
-        norm = liger.nn.GroupNorm(8, 64)
-        y = norm(torch.randn(2, 64, 10, 10))
+        >>> norm = liger.nn.GroupNorm(8, 64)
+        >>> y = norm(torch.randn(2, 64, 10, 10))
 
     Source: Wu and He, "Group Normalization", arXiv 1803.08494.
     """

@@ -29,8 +29,8 @@ class ApplyRotaryEmb(nn.Module):
 
     Example::
 
-        q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
-        q, k = liger.nn.ApplyRotaryEmb()(q, k, angles.cos(), angles.sin())
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        >>> q, k = liger.nn.ApplyRotaryEmb()(q, k, angles.cos(), angles.sin())
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """

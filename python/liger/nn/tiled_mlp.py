@@ -23,10 +23,10 @@ _OPTIONS: dict[str, Any] = {**OPTIONS, "num_shards": COUNT, "memory_budget": BYT
 class TiledMLP(Projections):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
-    Plain projections are modules only for the names of their parameters: the forward does not call them. With others
-    (LoRA, quantised, with hooks) the forward calls all of them, shard by shard. DDP, FSDP and ZeRO-1 and 2 have their
-    hooks on this module, on a layer around it, or on the parameters; ZeRO-3 gathers a parameter when a module's
-    attribute is read.
+    Plain projections are modules only for the names of their parameters: the forward does not call them. With
+    others (LoRA, quantised, with hooks) the forward calls all of them, shard by shard. DDP, FSDP and ZeRO-1
+    and 2 have their hooks on this module, on a layer around it, or on the parameters; ZeRO-3 gathers a
+    parameter when a module's attribute is read.
     """
 
     activation: Activation = "silu"
@@ -48,7 +48,8 @@ class TiledMLP(Projections):
     @arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
-        # Those who shard a weight leave hooks on its layer. For DTensors this module does what they do.
+        # Frameworks that shard a weight leave hooks on its layer. For DTensors this module does what the
+        # hooks do.
         sharded = any(is_dtensor(getattr(p, "weight", None)) for p in projections)
         is_plain = computes_linear_alone if sharded else needs_no_call
         if not all(is_plain(p, x) for p in projections):
@@ -71,8 +72,8 @@ class TiledMLP(Projections):
         return None if self.num_shards is None else max(min(self.num_shards, x.shape[:-1].numel()), 1)
 
     def _tensor_parallel(self, x, weights, biases):
-        """Every rank computes with its shard of the intermediate size. x and the result are replicated along the
-        dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
+        """Every rank computes with its shard of the intermediate size. x and the result are replicated along
+        the dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         from .._core.dtensor.placements import dense_strides
@@ -142,16 +143,17 @@ class TiledSwiGLUMLP(TiledMLP):
 
     Args:
         hidden_size, intermediate_size, bias, device, dtype: as in :class:`SwiGLUMLP`.
-        num_shards, memory_budget: as in :func:`liger.tiled_mlp`. With fewer tokens than shards, each shard has one
-            token.
+        num_shards, memory_budget: as in :func:`liger.tiled_mlp`. With fewer tokens than shards, each shard
+            has one token.
 
     Shape:
         x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
 
-    The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors, sharded
-    column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along the
-    others. Projections that are no plain linear layers (LoRA, quantised) or have hooks run by :func:`liger.tiled`,
-    which recomputes more and takes no memory_budget; hooks are called for each shard, also in the backward.
+    The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors,
+    sharded column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and
+    replicated along the others. Projections that are no plain linear layers (LoRA, quantised) or have hooks
+    run by :func:`liger.tiled`, which recomputes more and takes no memory_budget; hooks are called for each
+    shard, also in the backward.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
@@ -160,8 +162,8 @@ class TiledSwiGLUMLP(TiledMLP):
 
     Example::
 
-        mlp = liger.nn.TiledSwiGLUMLP(64, 192, num_shards=4)
-        y = mlp(torch.randn(2, 1000, 64))
+        >>> mlp = liger.nn.TiledSwiGLUMLP(64, 192, num_shards=4)
+        >>> y = mlp(torch.randn(2, 1000, 64))
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
@@ -196,8 +198,8 @@ class TiledGEGLUMLP(TiledMLP):
 
     Example::
 
-        mlp = liger.nn.TiledGEGLUMLP(64, 192, approximate="tanh")
-        y = mlp(torch.randn(2, 1000, 64))
+        >>> mlp = liger.nn.TiledGEGLUMLP(64, 192, approximate="tanh")
+        >>> y = mlp(torch.randn(2, 1000, 64))
 
     Source: as :class:`TiledSwiGLUMLP`.
     """

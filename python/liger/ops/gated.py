@@ -1,8 +1,9 @@
-"""Gated activations, ``activation(gate) * up``: the torch kernels of swiglu and geglu, and their in-place forms.
+"""Gated activations, ``activation(gate) * up``: the torch kernels of swiglu and geglu, and their in-place
+forms.
 
-Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by side in the
-last dimension of one tensor, the output of a merged projection. ``options`` are the arguments of an op after its
-tensors, such as the approximation of GELU.
+Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by
+side in the last dimension of one tensor, the output of a merged projection. ``options`` are the arguments of
+an op after its tensors, such as the approximation of GELU.
 """
 
 import torch
@@ -21,7 +22,7 @@ from .._core.op.autograd import (
 from .._core.op.declared import derive
 from .._core.op.types import Activation, Approximate
 
-# --- formulas -----------------------------------------------------------------------------------------------------
+# --- formulas -----------------------------------------------------------------------------------------------
 
 
 def _silu(gate):
@@ -117,11 +118,12 @@ def packed_backward_(grad_out, gate_up, activation):
     gate_up.copy_(torch.cat(grads, -1))
 
 
-# --- the forms that write -----------------------------------------------------------------------------------------
+# --- the forms that write -----------------------------------------------------------------------------------
 
 
 class _Form:
-    """One form of a gated op, separate or packed, with its backward ops: ``form(tensors, inplace, *options)``."""
+    """One form of a gated op, separate or packed, with its backward ops:
+    ``form(tensors, inplace, *options)``."""
 
     def __init__(self, name, arguments):
         self.name, self.arguments = name, arguments
@@ -150,7 +152,7 @@ class _Form:
         return self.op(*tensors, *options)
 
     def _inplace_applies(self, tensors):
-        """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
+        """True if the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
 
         Compiled code takes the functional form; the compiler reuses buffers itself.
         """
@@ -161,7 +163,8 @@ class _Form:
 
 
 class _Inplace(torch.autograd.Function):
-    """A form whose backward overwrites the inputs with their gradients, unless the graph is retained."""
+    """The form with a backward that overwrites the inputs with their gradients, unless the graph is
+    retained."""
 
     @staticmethod
     def forward(ctx, form, options, *inputs):

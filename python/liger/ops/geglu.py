@@ -9,7 +9,7 @@ from .._core.op.backend import register_family
 from .._core.op.types import Approximate
 from . import gated
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def geglu_torch(gate, up, approximate="none"):
@@ -65,12 +65,12 @@ register_family(
 )
 
 
-# --- fakes, autograd, vmap ------------------------------------------------------------------------------------------
+# --- fakes, autograd, vmap ----------------------------------------------------------------------------------
 
 _geglu, _geglu_packed = gated.gated_forms("geglu")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, approximate=TEXT, inplace=FLAG)
@@ -83,14 +83,16 @@ def geglu(
     """``gelu(gate) * up``, elementwise, in float32 and rounded once.
 
     Args:
-        gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend), any
-            strides.
+        gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch
+            backend), any strides.
         up: the shape, dtype and device of gate.
-        approximate: as in :func:`torch.nn.functional.gelu`: ``"none"`` for ``gate * (1 + erf(gate / sqrt(2))) / 2``,
-            ``"tanh"`` for its approximation by tanh, which Gemma and most other models with GeGLU use.
-        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. They must
-            not be used afterwards: autograd raises if it needs their old values. No effect in compiled code, if the
-            graph is retained, or if gate or up needs no gradient, shares memory with the other, or overlaps itself.
+        approximate: as in :func:`torch.nn.functional.gelu`: ``"none"`` for
+            ``gate * (1 + erf(gate / sqrt(2))) / 2``, ``"tanh"`` for its approximation by tanh, which Gemma
+            and most other models with GeGLU use.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. Set
+            it if nothing else reads them, as in an MLP: autograd raises if it needs their old values. No
+            effect in compiled code, if the graph is retained, or if gate or up needs no gradient, shares
+            memory with the other, or overlaps itself.
 
     Returns:
         A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.
@@ -98,10 +100,16 @@ def geglu(
     Raises:
         TypeError: an argument of another type.
         ValueError: an unknown approximation.
-        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that
+            requires grad.
 
-    Sources: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian Error
-    Linear Units", arXiv 1606.08415.
+    Example::
+
+        >>> gate, up = torch.randn(2, 10, 192), torch.randn(2, 10, 192)
+        >>> y = liger.geglu(gate, up, approximate="tanh")
+
+    Sources: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian
+    Error Linear Units", arXiv 1606.08415.
     """
     return _geglu((gate, up), inplace, approximate)
 
@@ -125,7 +133,13 @@ def geglu_packed(
     Raises:
         TypeError: an argument of another type.
         ValueError: an unknown approximation.
-        RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`geglu`.
+        RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in
+            :func:`geglu`.
+
+    Example::
+
+        >>> gate_up = torch.nn.Linear(64, 2 * 192)(torch.randn(2, 10, 64))
+        >>> y = liger.geglu_packed(gate_up, approximate="tanh")
 
     Sources: as :func:`geglu`.
     """

@@ -1,8 +1,8 @@
 """Group normalisation (Wu and He, arXiv 1803.08494): torch kernels, API.
 
 The channels of a sample form groups of consecutive channels. The elements of a group, over all positions, are
-normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`. Weight and bias have one value per
-channel.
+normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`. Weight and bias have one
+value per channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _per_channel(parameter, x):
     return parameter.to(accumulate_dtype(x.dtype)).reshape(-1, *(1,) * (x.dim() - 2))
 
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def group_norm_torch(x, num_groups, weight=None, bias=None, eps=1e-5):
@@ -65,7 +65,7 @@ register_family(
 _group_norm = derive("group_norm")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, num_groups=INTEGER, eps=NOT_NEGATIVE)
@@ -78,14 +78,14 @@ def group_norm(
 ) -> torch.Tensor:
     """Group normalisation of channels.
 
-    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,
-    in float32.
+    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of
+    each sample, in float32.
 
     Args:
         x: (N, C, ...), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         num_groups: a divisor of C.
         weight: (C,), the dtype of x or float32; None for no scale.
-        bias: (C,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        bias: (C,), the dtype of the weight, or without a weight the dtype of x or float32; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:
@@ -95,6 +95,11 @@ def group_norm(
         TypeError: an argument of another type.
         ValueError: num_groups does not divide the channels, or eps is out of range.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, weight, bias = torch.randn(2, 64, 10, 10), torch.ones(64), torch.zeros(64)
+        >>> y = liger.group_norm(x, 8, weight, bias)
 
     Source: Wu and He, "Group Normalization", arXiv 1803.08494.
     """

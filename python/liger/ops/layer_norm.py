@@ -1,7 +1,8 @@
 """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): torch kernels, API.
 
-With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32
-with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
+With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in
+float32 with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two
+large numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .._core.op.backend import register_family
 from .._core.op.declared import derive
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
@@ -51,7 +52,7 @@ register_family(
 _layer_norm = derive("layer_norm")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, eps=NOT_NEGATIVE)
@@ -68,7 +69,7 @@ def layer_norm(
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
-        bias: (H,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        bias: (H,), the dtype of the weight, or without a weight the dtype of x or float32; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:
@@ -78,6 +79,11 @@ def layer_norm(
         TypeError: an argument of another type.
         ValueError: eps out of range.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, weight, bias = torch.randn(2, 10, 64), torch.ones(64), torch.zeros(64)
+        >>> y = liger.layer_norm(x, weight, bias)
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """

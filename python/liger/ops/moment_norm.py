@@ -15,13 +15,15 @@ def rows_normalised(rows, eps):
 
 
 def rows_grad(weighted, xhat, rstd):
-    """The gradient of the rows from the gradient ``weighted`` of the normalised rows ``xhat``; rstd is (..., 1)."""
+    """The gradient of the rows from the gradient ``weighted`` of the normalised rows ``xhat``; rstd is (...,
+    1)."""
     mean = weighted.mean(-1, keepdim=True)
     return rstd * (weighted - mean - xhat * (weighted * xhat).mean(-1, keepdim=True))
 
 
 def parameter_grad(parameter, need, x, values, dims):
-    """``values`` summed over ``dims`` in the dtype of the parameter; an empty tensor if the gradient is not needed."""
+    """``values`` summed over ``dims`` in the dtype of the parameter; an empty tensor if the gradient is not
+    needed."""
     if parameter is None or not need:
         return (x if parameter is None else parameter).new_empty(0)
     return (values.sum(dims) if dims else values).to(parameter.dtype, copy=True)

@@ -9,7 +9,7 @@ from .._core.op.arguments import arguments
 from .._core.op.backend import register_family
 from .._core.op.declared import derive
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def relu_squared_torch(x):
@@ -32,7 +32,7 @@ register_family(
 _relu_squared = derive("relu_squared")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True)
@@ -42,16 +42,21 @@ def relu_squared(
     """``relu(x)^2``, elementwise, in float32 and rounded once. NaN stays NaN.
 
     Args:
-        x: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend), any
-            strides.
+        x: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend),
+            any strides.
 
     Returns:
-        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x, which is saved for the
-        backward.
+        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x, which is saved for
+        the backward.
 
     Raises:
         TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
+
+    Example::
+
+        >>> liger.relu_squared(torch.tensor([-1.0, 0.0, 3.0]))
+        tensor([0., 0., 9.])
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", arXiv 2109.08668.
     """

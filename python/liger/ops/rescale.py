@@ -1,4 +1,5 @@
-"""Multiplication by a device scalar: the product of a gradient computed in the forward and the upstream gradient.
+"""Multiplication by a device scalar: the product of a gradient computed in the forward and the upstream
+gradient.
 
 The autograd formula is in ``_core/op/forward_gradients.py``, below the losses that call it.
 """
@@ -16,7 +17,7 @@ def _check(x, factor):
         raise RuntimeError(f"rescale: factor has shape {tuple(factor.shape)}, expected one element")
 
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def _scale_into(out, x, factor):
@@ -46,7 +47,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::rescale")

@@ -2,7 +2,7 @@
 
 With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x * s * w``. Casting modes:
 
-``"llama"``  ``x * s`` is rounded to the dtype of x before the multiplication by the weight, as in LlamaRMSNorm.
+``"llama"``  ``x * s`` is rounded to the dtype of x before the product with the weight, as in LlamaRMSNorm.
 ``"gemma"``  all arithmetic in float32 and one rounding at the end, as in GemmaRMSNorm (with ``offset=1``).
 ``"none"``   as eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
 """
@@ -39,7 +39,8 @@ def norm_gradients(grad_y, x, weight, rstd, offset, casting_mode, grad_residual,
     rstd = rstd.to(wide).reshape(*x.shape[:-1], 1)
     xhat = x.to(wide) * rstd
     g = grad_y.to(wide)
-    # Allocating a tensor of the size of x costs as much as the arithmetic, so products are computed once and reused.
+    # Allocating a tensor of the size of x costs as much as the arithmetic, so products are computed once and
+    # reused.
     product = g * xhat
     grad_weight = None
     if need_weight and weight is not None:
@@ -67,7 +68,7 @@ def _or_empty(tensor, like):
     return like.new_empty(0) if tensor is None else tensor
 
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
@@ -127,7 +128,7 @@ _rms_norm = derive("rms_norm")
 _fused_add_rms_norm = derive("fused_add_rms_norm")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 _checked = arguments(late=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)
@@ -149,9 +150,10 @@ def rms_norm(
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
         eps: added to the mean square; finite and at least 0.
-        offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
-        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: ``x * rsqrt(...)`` before
-            the weight; ``"gemma"``: only y; ``"none"``: ``rsqrt(...)`` and ``x * rsqrt(...)``.
+        offset: added to the weight; 1.0 for Gemma, which stores weights around zero.
+        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``:
+            ``x * rsqrt(...)`` before the weight; ``"gemma"``: only y; ``"none"``: ``rsqrt(...)`` and
+            ``x * rsqrt(...)``. Use the mode of the code that trained the weights.
 
     Returns:
         y, of the shape and dtype of x. Differentiable in x and weight.
@@ -160,6 +162,11 @@ def rms_norm(
         TypeError: an argument of another type.
         ValueError: eps or offset out of range, or an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, weight = torch.randn(2, 10, 64), torch.ones(64)
+        >>> y = liger.rms_norm(x, weight, eps=1e-5)
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -191,6 +198,11 @@ def fused_add_rms_norm(
         TypeError: an argument of another type.
         ValueError: eps or offset out of range, or an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, residual, weight = torch.randn(2, 10, 64), torch.randn(2, 10, 64), torch.ones(64)
+        >>> y, new_residual = liger.fused_add_rms_norm(x, residual, weight)
 
     Source: as :func:`rms_norm`.
     """

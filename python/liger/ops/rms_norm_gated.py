@@ -1,10 +1,12 @@
 """Root-mean-square normalisation with a gate: torch kernels, API.
 
-With ``a = silu(gate)`` or ``sigmoid(gate)`` and ``w = offset + weight``: ``y = rms_norm(x) * w * a`` (norm before
-gate), or ``y = rms_norm(x * a) * w``. Casting modes, as in ``rms_norm`` and the classes of transformers:
+With ``a = silu(gate)`` or ``sigmoid(gate)`` and ``w = offset + weight``: ``y = rms_norm(x) * w * a`` (norm
+before gate), or ``y = rms_norm(x * a) * w``. Casting modes, as in ``rms_norm`` and the classes of
+transformers:
 
-``"llama"``  the normalised row is rounded to the dtype of x before the weight; its product with a weight of that dtype
-             is rounded before the gate. ``a`` and ``x * a`` are float32. Qwen3-Next, Mamba2, Bamba, Zamba2, Nemotron-H.
+``"llama"``  the normalised row is rounded to the dtype of x before the weight; its product with a weight of
+             that dtype is rounded before the gate. ``a`` and ``x * a`` are float32. Qwen3-Next, Mamba2,
+             Bamba, Zamba2, Nemotron-H.
 ``"gemma"``  all arithmetic in float32 and one rounding at the end. Falcon-H1, Kimi Linear.
 ``"none"``   as eager code without casts: every intermediate result is rounded.
 """
@@ -43,7 +45,7 @@ def _norm_input(x, a, casting_mode, norm_before_gate):
 
 
 def _grouped(x, group_size):
-    """The view (..., groups, group_size), each of whose rows is normalised; x itself without a group size."""
+    """The view (..., groups, group_size) in which each row is normalised; x itself without a group size."""
     return x if group_size is None else x.unflatten(-1, (x.shape[-1] // group_size, group_size))
 
 
@@ -57,7 +59,7 @@ def _scaled(xhat, x, weight, offset, casting_mode):
     return p.to(x.dtype).to(wide) if casting_mode != "gemma" and weight.dtype == x.dtype else p
 
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def rms_norm_gated_torch(
@@ -121,7 +123,7 @@ register_family(
 _rms_norm_gated = derive("rms_norm_gated")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(
@@ -141,8 +143,9 @@ def rms_norm_gated(
 ) -> torch.Tensor:
     """Root-mean-square normalisation with a gate, as in linear attention and state space models.
 
-    With ``norm(h) = h * rsqrt(mean(h^2) + eps)`` and ``a = silu(gate)``: ``y = norm(x) * (offset + weight) * a`` if
-    ``norm_before_gate``, else ``y = norm(x * a) * (offset + weight)``. Statistics and gate are float32.
+    With ``norm(h) = h * rsqrt(mean(h^2) + eps)`` and ``a = silu(gate)``:
+    ``y = norm(x) * (offset + weight) * a`` if ``norm_before_gate``, else
+    ``y = norm(x * a) * (offset + weight)``. Statistics and gate are float32.
 
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
@@ -150,11 +153,11 @@ def rms_norm_gated(
         weight: (H,), the dtype of x or float32; None for no scale.
         eps: added to the mean square; finite and at least 0.
         offset: added to the weight.
-        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: the normalised row before
-            the weight, and its product with a weight of that dtype before the gate; ``"gemma"``: only y; ``"none"``:
-            every intermediate result.
-        group_size: each ``group_size`` consecutive elements of the last dimension are normalised alone; None for the
-            whole dimension.
+        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: the normalised
+            row before the weight, and its product with a weight of that dtype before the gate; ``"gemma"``:
+            only y; ``"none"``: every intermediate result. Use the mode of the code that trained the weights.
+        group_size: each ``group_size`` consecutive elements of the last dimension are normalised alone; None
+            for the whole dimension.
         norm_before_gate: True as in Qwen3-Next, False as in Mamba2.
         activation: of the gate, ``"silu"`` or ``"sigmoid"``.
 
@@ -163,9 +166,14 @@ def rms_norm_gated(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: eps or offset out of range, a group_size that does not divide H, an unknown casting mode or
-            activation.
+        ValueError: eps or offset out of range, a group_size that does not divide H, an unknown casting mode
+            or activation.
         RuntimeError: mismatched shapes, dtypes or devices.
+
+    Example::
+
+        >>> x, gate, weight = torch.randn(2, 10, 64), torch.randn(2, 10, 64), torch.ones(64)
+        >>> y = liger.rms_norm_gated(x, gate, weight, group_size=16)
 
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060; Yang et al., "Gated Delta Networks", arXiv
     2412.06464.

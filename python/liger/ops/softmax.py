@@ -9,7 +9,7 @@ from .._core.op.arguments import arguments
 from .._core.op.backend import register_family
 from .._core.op.declared import derive
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def softmax_torch(x):
@@ -32,7 +32,7 @@ register_family(
 _softmax = derive("softmax")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True)
@@ -42,21 +42,26 @@ def softmax(
     """``exp(x) / sum(exp(x))`` over the last dimension, in float32 and rounded once.
 
     Args:
-        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides. The softmax of -inf is
-            0; rows of -inf give NaN, as in torch.
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides. The softmax of
+            -inf is 0; rows of -inf give NaN, as in torch.
 
     Under autocast on a GPU x is cast to float32, as for ``torch.softmax``.
 
     Returns:
-        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x; the result is saved for the
-        backward, x is not.
+        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x; the result is saved
+        for the backward, x is not.
 
     Raises:
         TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
-    Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
-    arXiv 1805.02867.
+    Example::
+
+        >>> liger.softmax(torch.zeros(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+
+    Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for
+    softmax", arXiv 1805.02867.
     """
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
         x = x.float()

@@ -10,7 +10,7 @@ from . import gated
 
 _SILU = "silu"
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def swiglu_torch(gate, up):
@@ -56,12 +56,12 @@ register_family(
 )
 
 
-# --- fakes, autograd, vmap ------------------------------------------------------------------------------------------
+# --- fakes, autograd, vmap ----------------------------------------------------------------------------------
 
 _swiglu, _swiglu_packed = gated.gated_forms("swiglu")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, inplace=FLAG)
@@ -73,19 +73,26 @@ def swiglu(
     """``silu(gate) * up``, elementwise, in float32 and rounded once.
 
     Args:
-        gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend), any
-            strides.
+        gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch
+            backend), any strides.
         up: the shape, dtype and device of gate.
-        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. They must
-            not be used afterwards: autograd raises if it needs their old values. No effect in compiled code, if the
-            graph is retained, or if gate or up needs no gradient, shares memory with the other, or overlaps itself.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. Set
+            it if nothing else reads them, as in an MLP: autograd raises if it needs their old values. No
+            effect in compiled code, if the graph is retained, or if gate or up needs no gradient, shares
+            memory with the other, or overlaps itself.
 
     Returns:
         A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that
+            requires grad.
+
+    Example::
+
+        >>> gate, up = torch.randn(2, 10, 192), torch.randn(2, 10, 192)
+        >>> y = liger.swiglu(gate, up)
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
@@ -108,7 +115,13 @@ def swiglu_packed(
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`swiglu`.
+        RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in
+            :func:`swiglu`.
+
+    Example::
+
+        >>> gate_up = torch.nn.Linear(64, 2 * 192)(torch.randn(2, 10, 64))
+        >>> y = liger.swiglu_packed(gate_up)
 
     Source: as :func:`swiglu`.
     """

@@ -1,4 +1,5 @@
-"""Patching of Hugging Face models: one call replaces modules by liger, another restores them (docs/patching.md)."""
+"""Patching of Hugging Face models: one call replaces modules by liger, another restores them
+(docs/patching.md)."""
 
 from __future__ import annotations
 

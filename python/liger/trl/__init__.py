@@ -1,4 +1,5 @@
-"""Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See docs/trl.md."""
+"""Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See
+docs/trl.md."""
 
 import logging
 

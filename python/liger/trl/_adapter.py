@@ -22,7 +22,8 @@ def base_model(trainer, model):
 
 
 def add_heads(trainer, scores=(), temperature=1.0, cast_to_float32=False):
-    """Installs a :class:`FusedHead` on the policy and on the reference model, if any; returns the policy's."""
+    """Installs a :class:`FusedHead` on the policy and on the reference model, if any; returns the
+    policy's."""
     options = {"temperature": temperature, "cast_to_float32": cast_to_float32}
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
@@ -80,7 +81,7 @@ class KeywordProxy:
 
 
 class LossProxy(KeywordProxy):
-    """Proxy of a model whose fused calls compute their loss by ``function``.
+    """Proxy of a model; its fused calls compute their loss by ``function``.
 
     Attributes:
         loss: the loss of the last fused call.
@@ -99,8 +100,8 @@ class LossProxy(KeywordProxy):
     def attach_gradient(self, trainer_loss):
         """The value of the trainer's loss with the gradient of ``loss``.
 
-        The trainer computed it from scores without gradients. Other terms, such as a router's auxiliary loss, keep
-        their own gradient.
+        The trainer computed it from scores without gradients. Other terms, such as a router's auxiliary loss,
+        keep their own gradient.
         """
         return trainer_loss + (self.loss - self.loss.detach())
 

@@ -66,7 +66,8 @@ def adapt_distillation(trainer):
 
 
 def _divergence(trainer, temperature=1.0, scores=()):
-    """A function that calls both models and returns the student's output with the loss and the given scores."""
+    """A function that calls both models and returns the student's output with the loss and the given
+    scores."""
     student = add_heads(trainer, scores, temperature)
     teacher = FusedHead(
         base_model(trainer, trainer.teacher_model), temperature, autocast=trainer.accelerator.autocast
@@ -74,8 +75,8 @@ def _divergence(trainer, temperature=1.0, scores=()):
     transform = student.transform
     if transform != teacher.transform or transform.softcap is not None:
         raise ValueError(
-            f"liger.trl.patch: the logits of the student are transformed by {tuple(transform[:2])} and those of the "
-            f"teacher by {tuple(teacher.transform[:2])} (temperature, softcap), expected the same without a softcap"
+            f"liger.trl.patch: the logits of the student are transformed by {tuple(transform[:2])} and the teacher's "
+            f"by {tuple(teacher.transform[:2])} (temperature, softcap), expected the same without a softcap"
         )
 
     def call(model, tokens, labels, num_items_in_batch, keep=None):
@@ -97,7 +98,8 @@ def _divergence(trainer, temperature=1.0, scores=()):
                 # Backward hooks of the teacher must not run.
                 return loss.detach(), TokenMetrics()
 
-            # The call of the teacher is nested in that of the student's head: both gathered weights are available.
+            # The call of the teacher is nested in the call of the student's head: both gathered weights are
+            # available.
             with torch.no_grad():
                 trainer.teacher_model(liger_loss=with_teacher, **call_of_both)
                 tokens = TokenMetrics()

@@ -1,7 +1,8 @@
 """The fused lm_head of TRL's calls ``model(..., labels=labels, fused_lm_head=True)``, which return no logits.
 
-The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have gathered it,
-and the head is called inside the forward of the model, as the hooks of DDP, FSDP and ZeRO-3 require.
+The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have
+gathered it, and the head is called inside the forward of the model, as the hooks of DDP, FSDP and ZeRO-3
+require.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from ._transform import Transform, model_without_head
 
 
 class _HeadCall:
-    """One call of a head whose linear layers return ``function(hidden, weight, bias)`` instead of logits."""
+    """One call of a head; its linear layers return ``function(hidden, weight, bias)`` instead of logits."""
 
     def __init__(self, function):
         self.function, self.result = function, None
@@ -28,7 +29,8 @@ class _HeadCall:
         if is_dtensor(linear.weight):
             return ()
         self.result = self.function(hidden, linear.weight, linear.bias)
-        # Backward hooks on the head gather its weight, so its outputs must include every differentiable tensor.
+        # Backward hooks on the head gather its weight, so its outputs must include every differentiable
+        # tensor.
         return tuple(t for t in self.result if t is not None and t.requires_grad)
 
     @contextlib.contextmanager
@@ -50,7 +52,8 @@ class _HeadCall:
 
 
 def call_head(head, hidden, function):
-    """Returns ``function(hidden, weight, bias)``, a NamedTuple of tensors and None, computed inside a call of the head.
+    """Returns ``function(hidden, weight, bias)``, a NamedTuple of tensors and None, computed inside a call of
+    the head.
 
     Raises:
         RuntimeError: the head is not a linear layer with an unsharded weight.
@@ -75,16 +78,18 @@ def call_head(head, hidden, function):
 class FusedHead:
     """The fused lm_head of one model; the constructor replaces the forward of the model.
 
-    Keywords of a fused call: ``liger_loss`` is a function of (hidden, weight, bias, target) that returns the loss and
-    the :class:`liger.losses.TokenMetrics` of the targets, or of their last columns; the scores of such a call have
-    no gradient. ``liger_keep``: the number of last targets to compute.
+    Keywords of a fused call: ``liger_loss`` is a function of (hidden, weight, bias, target) that returns the
+    loss and the :class:`liger.losses.TokenMetrics` of the targets, or of their last columns; the scores of
+    such a call have no gradient. ``liger_keep``: the number of last targets to compute.
 
     Args:
         model: a transformers model with a linear head; not the PEFT wrapper.
         temperature: divisor of the logits.
         scores: names in :class:`Scores` that the trainer reads besides the log-probabilities.
-        cast_to_float32: logits are as exact as in float32, by ``logits_dtype=torch.float32``, with autocast disabled.
-        autocast: a function that returns a context manager, for models that were prepared for evaluation; or None.
+        cast_to_float32: logits are as exact as in float32, by ``logits_dtype=torch.float32``, with autocast
+            disabled.
+        autocast: a function that returns a context manager, for models that were prepared for evaluation; or
+            None.
     """
 
     def __init__(self, model, temperature=1.0, scores=(), cast_to_float32=False, autocast=None):

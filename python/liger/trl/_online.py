@@ -1,4 +1,4 @@
-"""OnlineDPOTrainer, whose own loss reads log-probabilities by liger."""
+"""OnlineDPOTrainer: its own loss reads log-probabilities by liger."""
 
 import torch
 from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -25,7 +25,7 @@ def adapt_online_dpo(trainer):
         ids = torch.cat((prompt_ids, completion_ids), 1)
         names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
         images = {name: vision_inputs[name] for name in names if name in (vision_inputs or {})}
-        # Padding is scored, too: the trainer's KL divergence and entropy cover it.
+        # Padding is also scored: the trainer's KL divergence and entropy cover it.
         output = model(
             ids, attention_mask=torch.cat((prompt_mask, completion_mask), 1), labels=ids, fused_lm_head=True,
             liger_keep=length, **images,

@@ -1,4 +1,5 @@
-"""ORPOTrainer and CPOTrainer, which compute all logits: their forward is replaced by one with a fused head."""
+"""ORPOTrainer and CPOTrainer, which compute all logits: their forward is replaced by one with a fused
+head."""
 
 from torch.nn.functional import pad
 from trl.experimental.cpo import CPOTrainer

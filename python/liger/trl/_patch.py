@@ -43,23 +43,29 @@ def patch(trainer: _Trainer) -> _Trainer:
     """Makes one TRL trainer compute its loss with the losses of liger, without materialised logits.
 
     Call it between the trainer's constructor and ``trainer.train()``. The layers of the model are patched as
-    well, unless :func:`liger.patch` has done so. Other trainers, options, data, logged metrics and checkpoints do
-    not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head computes loss
-    and gradient. Otherwise the trainer computes its own loss from log-probabilities by liger, and a message of the
-    logger ``liger.trl`` gives the reason.
+    well, unless :func:`liger.patch` has done so. Other trainers, options, data, logged metrics and
+    checkpoints do not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's
+    lm_head computes loss and gradient. Otherwise the trainer computes its own loss from log-probabilities by
+    liger, and a message of the logger ``liger.trl`` gives the reason.
 
     Args:
-        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer,
-            DistillationTrainer or OnlineDPOTrainer, or an object of a derived class.
+        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer,
+            GKDTrainer, DistillationTrainer or OnlineDPOTrainer, or an object of a derived class.
 
     Returns:
         The same trainer. Patching it again has no effect.
 
     Raises:
         TypeError: not one of these trainers.
-        ValueError: the model is not a causal language model with a base model; its logits are scaled by a factor that
-            is not positive, or are more than a scale and a softcap of what its lm_head returns for the hidden states.
+        ValueError: the model is not a causal language model with a base model; its logits are scaled by a
+            factor that is not positive, or are more than a scale and a softcap of what its lm_head returns
+            for the hidden states.
         RuntimeError: in training, if the lm_head is not a plain linear layer with an unsharded weight.
+
+    Example::
+
+        >>> trainer = trl.DPOTrainer(model, args=config, train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer = liger.trl.patch(trainer)  # doctest: +SKIP
     """
     if getattr(trainer, "liger_patched", False):
         return trainer

@@ -1,4 +1,4 @@
-"""GRPOTrainer, and RLOOTrainer, whose own loss reads log-probabilities by liger."""
+"""GRPOTrainer and RLOOTrainer: their own losses read log-probabilities by liger."""
 
 from torch.nn.functional import pad
 from trl import GRPOTrainer

@@ -1,4 +1,5 @@
-"""DPOTrainer and KTOTrainer: the reference model runs first, so the policy's head can compute loss and gradient."""
+"""DPOTrainer and KTOTrainer: the reference model runs first, so the policy's head can compute loss and
+gradient."""
 
 import torch
 from trl import DPOTrainer, KTOTrainer
@@ -14,11 +15,12 @@ _METRICS = ("entropy", "mean_logits", "is_top1")
 
 
 def _reference(trainer):
-    # Without a reference model the reference is the policy with its adapters disabled; the trainer disables them.
+    # Without a reference model the reference is the policy with its adapters disabled; the trainer disables
+    # them.
     return trainer.model if trainer.ref_model is None else trainer.ref_model
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 
 def adapt_dpo(trainer):
@@ -35,7 +37,8 @@ def adapt_dpo(trainer):
             ref_logps = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
         inputs = {**inputs, **ref_logps}
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
-        # Of the tokens, not of the targets: an answer that begins the sequence has no target for its first token.
+        # The length counts tokens, not targets: an answer that begins the sequence has no target for its
+        # first token.
         lengths = inputs["completion_mask"].sum(1)
 
         def function(hidden, weight, bias, target):
@@ -87,8 +90,8 @@ class _WeightedLosses(FusedLinearLoss):
         return total
 
     def forward(self, input, weight, target, bias, *, ref_logps, lengths):
-        """(loss, TokenMetrics) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens of the
-        answers."""
+        """(loss, TokenMetrics) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens
+        of the answers."""
         batch = self.batch(input, target)
         half = batch.shape[0] // 2
         pairs = as_scalar("pairs", max(half, 1), batch)
@@ -115,7 +118,7 @@ def _why_not_dpo(trainer):
     return "use_weighting=True" if trainer.use_weighting else None
 
 
-# --- KTO ----------------------------------------------------------------------------------------------------------
+# --- KTO ----------------------------------------------------------------------------------------------------
 
 
 def adapt_kto(trainer):

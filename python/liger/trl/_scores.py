@@ -45,17 +45,18 @@ def score(hidden, weight, bias, target, transform, names):
 
 
 def top1(argmax, target):
-    """Whether the target is the most probable token; None if argmax is None."""
+    """True if the target is the most probable token; None if argmax is None."""
     return None if argmax is None else (argmax == target) & (target != -100)
 
 
 @torch.no_grad()
 def with_logit_statistics(scores, hidden, weight, bias, target, transform, names):
-    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them and the scores do not.
+    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them and the scores do
+    not.
 
-    The mean of the logits is the product with the mean of the rows of the weight. With a softcap it is not. Then, and
-    for the sum of squares, the logits are computed again, a chunk at a time. Trainers log the mean of ignored tokens,
-    too, which :func:`liger.fused_linear_logprobs` does not return.
+    The mean of the logits is the product with the mean of the rows of the weight. With a softcap it is not.
+    Then, and for the sum of squares, the logits are computed again, a chunk at a time. Trainers log the mean
+    of ignored tokens, too, which :func:`liger.fused_linear_logprobs` does not return.
     """
     wide, rows = accumulate_dtype(hidden.dtype), hidden.flatten(0, -2)
     functions = {}

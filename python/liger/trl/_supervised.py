@@ -1,4 +1,5 @@
-"""SFTTrainer: cross entropy without materialised logits, plus the entropies and the accuracy that the trainer logs."""
+"""SFTTrainer: cross entropy without materialised logits, plus the entropies and the accuracy that the trainer
+logs."""
 
 from trl import SFTTrainer
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from ..transformers.head.kind import linear_layers
 
-# Where architectures store the softcap of their logits.
+# Names of the softcap of logits in configurations.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# What a forward raises that needs more of its base model or its head than the stubs below have.
+# Exceptions of a forward that needs more of its base model or its head than the stubs below have.
 _ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -29,8 +29,8 @@ class Transform(NamedTuple):
         ``C * tanh(z / C) / (T / s)`` with ``C = c / s``.
 
         Raises:
-            ValueError: a scale that is not positive; logits that are more than a scale and a softcap of what the head
-                returns; a base model that does not get the token ids; no base model.
+            ValueError: a scale that is not positive; logits that are more than a scale and a softcap of what
+                the head returns; a base model that does not get the token ids; no base model.
         """
         config = model.config.get_text_config()
         scale = _logit_scale(config)
@@ -87,7 +87,7 @@ def model_without_head(model):
     return base
 
 
-# --- the forward with stubs -----------------------------------------------------------------------------------------
+# --- the forward with stubs ---------------------------------------------------------------------------------
 
 
 class _Output:
@@ -144,10 +144,11 @@ def _replaced(model, stubs):
 
 
 def _matches_forward(transform, model):
-    """Whether a model makes its logits by this transformation from what its base model returns for the same ids.
+    """True if a model makes its logits by this transformation from what its base model returns for the same
+    ids.
 
-    The forward runs with a base model that returns known hidden states and a head that is a cheap linear function: no
-    weight is read, so the model may be sharded.
+    The forward runs with a base model that returns known hidden states and a head that is a cheap linear
+    function: no weight is read, so the model may be sharded.
     """
     base, lm_head = model_without_head(model), model.get_output_embeddings()
     linear = next(iter(linear_layers(lm_head)), None)

@@ -1,4 +1,5 @@
-"""The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no token."""
+"""The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no
+token."""
 
 import pytest
 import ranks
@@ -245,7 +246,7 @@ def test_compiled():
 
 
 def test_bfloat16_weight_gradient():
-    """Each rank's share is rounded once, so the sum is as exact as that of data parallel training."""
+    """Each rank's share is rounded once, so the sum is as exact as in data parallel training."""
     x, w = random(64, H), random(H, seed=1)
     upstream = random(64, H, seed=2)
 

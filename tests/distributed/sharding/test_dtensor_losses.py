@@ -17,7 +17,7 @@ OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 20.0}
 )
 @pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_ce"])
 def test_losses_of_sharded_tokens(op, shape, dim, reduction, denominator):
-    """The denominator of a mean is that of all ranks, whose shares of ignored tokens differ."""
+    """The denominator of a mean covers all ranks, whose shares of ignored tokens differ."""
     target, token_weight = targets(*shape), random(*shape, seed=4).abs()
     class_weight = random(V, seed=5).abs()
     part, fused = Shard(dim), op == "fused_linear_ce"
@@ -132,7 +132,8 @@ def test_metrics_of_logprobs_of_sharded_tokens(name):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
 def test_divergences_of_sharded_tokens(name, reduction):
-    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its gradient."""
+    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its
+    gradient."""
     target, token_weight, teacher = targets(B, T), random(B, T, seed=4).abs(), random(B, T, V, seed=5)
     part = Shard(1)
 

@@ -1,4 +1,5 @@
-"""fused_linear_ce, fused_linear_logprobs and cross_entropy of DTensors that shard the classes compute in shards."""
+"""fused_linear_ce, fused_linear_logprobs and cross_entropy of DTensors that shard the classes compute in
+shards."""
 
 import itertools
 
@@ -79,7 +80,8 @@ def test_cross_entropy(dims, reduction, denominator):
 
 
 def test_metrics_and_plain_hidden_states():
-    """Plain hidden states have all rows, and so have results; metrics of whole rows take the gathered weight."""
+    """Plain hidden states have all rows, and so have results; metrics of whole rows take the gathered
+    weight."""
     x, weight, target = random(B, T, H), random(V, H, seed=1), targets(B, T)
     sharded = distribute(weight, SHARDED)
     for name in ("z_loss", "logprobs"):

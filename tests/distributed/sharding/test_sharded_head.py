@@ -1,4 +1,5 @@
-"""Patched models whose lm_head shards its classes by tensor parallelism: the loss is of the vocabulary-parallel op.
+"""Patched models whose lm_head shards its classes by tensor parallelism: the loss is of the
+vocabulary-parallel op.
 
 torch's parallelize_module shards the models, before or after they are patched, or transformers does.
 """
@@ -98,8 +99,8 @@ def train(model, steps):
 
 
 class Heads(TorchDispatchMode):
-    """``weights`` has the shape of the weight in each call of the vocabulary-parallel op; ``from_logits`` counts losses
-    that are computed from logits."""
+    """``weights`` has the shape of the weight in each call of the vocabulary-parallel op; ``from_logits``
+    counts losses that are computed from logits."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +189,7 @@ def in_both_forms(folder, patched):
 
 
 def test_evaluation(tmp_path):
-    """Logits and losses are those of the model that is not patched. transformers uses local shards here."""
+    """Logits and losses agree with the model that is not patched. transformers uses local shards here."""
     inputs = families.to(families.batch("llama", 0, 0), ranks.DEVICE)
     unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
     for ours, theirs in zip(in_both_forms(tmp_path, "after"), in_both_forms(tmp_path, None), strict=True):
@@ -223,7 +224,7 @@ OTHER_PLANS = {
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("plan", OTHER_PLANS)
 def test_other_layouts(plan, name, patched):
-    """Of the input and the output of the head. The loss is that of all tokens and all classes."""
+    """Of the input and the output of the head. The loss is over all tokens and all classes."""
     inputs = families.batch(name, 0, 0)
     model = by_torch(name, patched, OTHER_PLANS[plan])
     assert_same_step(one_step(model, inputs), one_step(families.make(name, tied=False), inputs))
@@ -287,7 +288,7 @@ def test_unpatch(tmp_path):
     assert model.lm_head.forward is forward and type(model.lm_head) is torch.nn.Linear
 
 
-# --- what is not supported --------------------------------------------------------------------------------------------
+# --- what is not supported ----------------------------------------------------------------------------------
 
 
 def assert_from_logits(model, expected, reason, caplog):

@@ -20,7 +20,8 @@ TOKENS, WHOLE = Shard(1), Replicate()
 
 
 def on_whole_tokens():
-    """Around a module that takes all tokens and returns the same on every rank: outside of it they are sharded."""
+    """Around a module that takes all tokens and returns the same on every rank: outside of it they are
+    sharded."""
     return PrepareModuleInputOutput(
         input_layouts=(TOKENS,),
         desired_input_layouts=(WHOLE,),

@@ -1,4 +1,4 @@
-"""Ops and modules with DTensors on a mesh of two dimensions, against those of one process. Four ranks."""
+"""Ops and modules with DTensors on a mesh of two dimensions, against one process. Four ranks."""
 
 import in_shards
 import pytest
@@ -62,7 +62,8 @@ ROWS = [(S0, S1), (S0, R), (R, S1), (R, R), (S0, S0), (S1, S1)]
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_losses_in_shards_of_the_classes(rows, reduction):
-    """By the functions of one process. Ranks along the first dimension have tokens of their own: a mean is over all."""
+    """By the functions of one process. Ranks along the first dimension have tokens of their own: a mean is
+    over all."""
     whole, target = layer()
     x, weight, bias = (spread(t, *p) for t, p in zip(whole, (rows, (R, S0), (R, S0)), strict=True))
     given = spread(target, *rows)
@@ -118,7 +119,7 @@ def test_fused_linear_logprobs(rows, weights):
     assert_gradients(leaves, whole)
 
 
-# (placements of the rows, or "plain": those of this rank alone)
+# (placements of the rows, or "plain": the rows of this rank alone)
 VOCAB_ROWS = ["plain", (S0, R), (S0, S1), (R, R), (R, S0)]
 
 
@@ -139,7 +140,8 @@ def gathered(value, rows):
 
 
 def assert_vocab_gradients(leaves, whole, rows):
-    """Every process has the gradient of its rows; gradients of weights are sums over processes with other rows."""
+    """Every process has the gradient of its rows; gradients of weights are sums over processes with other
+    rows."""
     hidden = leaves[0]
     grad = hidden.grad.full_tensor() if isinstance(hidden.grad, DTensor) else gathered(hidden.grad, rows)
     assert error(grad, whole[0].grad) <= LIMIT
@@ -201,7 +203,8 @@ def _logprobs(hidden, weight, target):
 
 @pytest.mark.parametrize("function", [_loss, _logprobs])
 def test_vocab_parallel_tokens_of_a_sharded_sequence(function):
-    """Flattened (batch, tokens) with shards of the tokens: the rows of a rank alternate with those of others."""
+    """Flattened (batch, tokens) with shards of the tokens: the rows of a rank alternate with rows of
+    others."""
     hidden, weight, target = random(4, 6, H).requires_grad_(), random(V, H, seed=1) / 4, targets(4, 6)
     weight = weight.requires_grad_()
     expected = liger.fused_linear_ce(hidden, weight, target, reduction="sum")
@@ -230,8 +233,8 @@ def test_vocab_parallel_cross_entropy(rows):
 
 
 def test_weights_that_fully_shard_has_sharded():
-    """Outside of the forward of their unit they are refused, with what to do; within it they are those of one
-    dimension."""
+    """Outside of the forward of their unit they are refused, with what to do; within it they are the results
+    of one dimension."""
 
     class Head(torch.nn.Linear):
         def forward(self, hidden, target):
@@ -245,7 +248,7 @@ def test_weights_that_fully_shard_has_sharded():
     with torch.no_grad():
         head.weight.copy_(whole[1])
     parallelize_module(head, mesh()["tensor"], ColwiseParallel(use_local_output=False))
-    # The inputs and outputs of this style are those of logits.
+    # The inputs and outputs of this style are logits.
     for hooks in (head._forward_pre_hooks, head._forward_hooks):
         hooks.clear()
     fully_shard(head, mesh=mesh()["data"])
@@ -283,7 +286,8 @@ def test_tiled_mlp(rows, weights):
 
 
 def sharded_module():
-    """(a tiled module with shards of the intermediate size along the second dimension of the mesh, the whole one)."""
+    """(a tiled module with shards of the intermediate size along the second dimension of the mesh, the whole
+    one)."""
     module, whole = (
         liger.nn.TiledSwiGLUMLP(H, 24, bias=True, num_shards=3, device=ranks.DEVICE) for _ in range(2)
     )

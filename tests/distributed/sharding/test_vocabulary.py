@@ -1,4 +1,4 @@
-"""A head whose classes are spread over the ranks: losses and gradients are those of the whole head."""
+"""A head whose classes are spread over the ranks: losses and gradients agree with the whole head."""
 
 import in_shards
 import pytest
@@ -78,7 +78,8 @@ def test_fused_linear_logprobs(dtype, temperature, budget):
 
 @pytest.mark.parametrize("name", ["fused_linear_ce", "cross_entropy"])
 def test_distributed_options(name):
-    """Class weights, token weights and a denominator may be DTensors, such as a count that each rank has a part of."""
+    """Class weights, token weights and a denominator may be DTensors, such as a count that each rank has a
+    part of."""
     (x, weight, bias), target = tensors(torch.float32)
     logits = torch.nn.functional.linear(x, weight, bias)
     generator = torch.Generator().manual_seed(5)

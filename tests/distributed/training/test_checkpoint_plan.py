@@ -1,4 +1,5 @@
-"""liger.transformers.checkpoint on several ranks: one plan for all, and the gradients of the model without it."""
+"""liger.transformers.checkpoint on several ranks: one plan for all, and the gradients of the model without
+it."""
 
 import pytest
 import ranks

@@ -38,8 +38,8 @@ def test_matches_one_process(mlp, static_graph, tied):
     batches = models.batches_of_ranks(LENGTHS, ranks.DEVICE)
     reference = models.Reference(model, batches)
     module = DistributedDataParallel(model, static_graph=static_graph)
-    # DDP learns a static graph in its first iteration, which therefore cannot be one without synchronisation, and uses
-    # it from the second on; a dynamic one gets new buckets after the first.
+    # DDP learns a static graph in its first iteration, which therefore cannot be one without synchronisation,
+    # and uses it from the second on; a dynamic one gets new buckets after the first.
     single = models.batches_of_ranks([[7], [4]], ranks.DEVICE)
     models.Reference(model, single).check(*train(module, single))
     for _ in range(2):
@@ -61,7 +61,8 @@ def test_gradient_as_bucket_view(mlp):
 @pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("tiled_mlp", [False, True], ids=["swiglu", "tiled"])
 def test_patched_llama(tiled_mlp, static_graph, tied):
-    """A patched Hugging Face model, whose tied weight gets one gradient from the lookup and the head together."""
+    """A patched Hugging Face model, whose tied weight gets one gradient from the lookup and the head
+    together."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
     inputs = tiny_models.batch(ranks.DEVICE, rows=4)
     count = (inputs["labels"][:, 1:] != -100).sum()
@@ -80,7 +81,8 @@ def test_patched_llama(tiled_mlp, static_graph, tied):
 @pytest.mark.parametrize("bucket_view", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gradient_added_by_the_head(tied, bucket_view):
-    """accumulate_grad_weight: the reduction starts after the head, and the lookup of a tied weight, have added."""
+    """accumulate_grad_weight: the reduction starts after the head, and the lookup of a tied weight, have
+    added."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
     inputs = tiny_models.batch(ranks.DEVICE, rows=4)
     count = (inputs["labels"][:, 1:] != -100).sum()

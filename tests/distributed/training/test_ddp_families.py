@@ -1,4 +1,5 @@
-"""DistributedDataParallel of patched models of several families: which parameters get a gradient, and which one."""
+"""DistributedDataParallel of patched models of several families: which parameters get a gradient, and which
+one."""
 
 import families
 import pytest
@@ -51,7 +52,8 @@ def test_matches_plain_model(name, mode):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", families.MOE)
 def test_idle_experts(name, implementation):
-    """Experts without tokens, on one rank and on both: their parameters have gradients, with zeros in the same rows."""
+    """Experts without tokens, on one rank and on both: their parameters have gradients, with zeros in the
+    same rows."""
     settings = {"experts_implementation": implementation}
     steps = families.batches(name)
     for rank in range(ranks.WORLD):
@@ -69,7 +71,7 @@ def test_idle_experts(name, implementation):
 
 @pytest.mark.parametrize("name", families.MOE)
 def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
+    """The loss of the router is added to the loss of the head, in place."""
     run(name, families.batches(name, output_router_logits=True))
 
 

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO 1, 2 and 3: partitioned optimizer states, gradients, parameters. Runs where deepspeed is installed."""
+"""DeepSpeed ZeRO 1, 2 and 3: partitioned optimizer states, gradients, parameters. Runs where deepspeed is
+installed."""
 
 import os
 

@@ -12,7 +12,8 @@ from test_deepspeed import deepspeed
 
 from liger.transformers.checkpointing import methods
 
-# The default threshold below which the parameters stay gathered: the weights of norms, in a model of any size.
+# The default threshold below which the parameters stay gathered: the weights of norms, in a model of any
+# size.
 PERSISTENT = int(1e5)
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -56,8 +57,8 @@ def run(
     name, steps=None, tied=None, bfloat16=False, stage=3, change=None, make=families.make, whole=families.make,
     threshold=0, options=None,
 ):  # fmt: skip
-    """``make``: the model to train; ``whole``: the same for one process; ``change``: applied after the patch, which has
-    these ``options``."""
+    """``make``: the model to train; ``whole``: the same for one process; ``change``: applied after the patch,
+    which has these ``options``."""
     steps = families.batches(name) if steps is None else steps
     exact = families.exactly(whole(name, tied), steps)
     results = []
@@ -112,7 +113,8 @@ def ops_of_liger(call):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_op_runs(name, recompute, threshold):
-    """ZeRO-3 has hooks on every module, activations included. In its first step it gathers what later steps keep."""
+    """ZeRO-3 has hooks on every module, activations included. In its first step it gathers what later steps
+    keep."""
     batch = families.to(families.batches(name)[0][ranks.RANK], ranks.DEVICE)
     plain = families.patched(families.make(name), name, recompute=recompute)
     engine = engine_of(families.patched(families.make(name), name, recompute=recompute), threshold=threshold)
@@ -135,7 +137,8 @@ def test_every_op_runs(name, recompute, threshold):
 
 
 def comparable(ops):
-    """Without the ops in the backward of an MLP: it depends on hooks of its last projection which they are."""
+    """Without the ops in the backward of an MLP: it depends on hooks of its last projection which they
+    are."""
     products = ("swiglu", "geglu")
     kept = {op: n for op, n in ops.items() if not ("backward" in op and any(word in op for word in products))}
     # With recompute, the product is computed again in one node with the projection, or on its own.
@@ -143,8 +146,8 @@ def comparable(ops):
 
 
 def test_a_module_that_is_called_without_its_engine():
-    """Before the first step, and after other code has partitioned all parameters, those of norms are not gathered: the
-    norms are called, and their hooks gather them."""
+    """Before the first step, and after other code has partitioned all parameters, parameters of norms are not
+    gathered: the norms are called, and their hooks gather them."""
     batch = families.to(families.batches("qwen3")[0][ranks.RANK], ranks.DEVICE)
     plain = families.make("qwen3").eval()
     engine = engine_of(families.patched(families.make("qwen3"), "qwen3"), threshold=PERSISTENT)
@@ -166,7 +169,7 @@ def test_a_module_that_is_called_without_its_engine():
 
 @pytest.mark.parametrize("name", families.MOE)
 def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
+    """The loss of the router is added to the loss of the head, in place."""
     run(name, families.batches(name, output_router_logits=True))
 
 

@@ -76,8 +76,8 @@ def test_lora(targets, save_head):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 def test_planned_checkpointing(name):
-    """The first step recomputes every layer, the later ones none. On a GPU one layer keeps its activations until
-    a step has confirmed the counted bytes."""
+    """The first step recomputes every layer, the later ones none. On a GPU one layer keeps its activations
+    until a step has confirmed the counted bytes."""
     planned = []
 
     def change(model):

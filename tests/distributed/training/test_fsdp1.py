@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel (FSDP1): flat parameters, of which the modules' own are views while they are gathered."""
+"""FullyShardedDataParallel (FSDP1): flat parameters, of which the modules' own are views while they are
+gathered."""
 
 import models
 import pytest
@@ -36,8 +37,8 @@ def train(module, batches, offloaded=False):
 
 
 def full_gradients(module, offloaded):
-    """The whole gradients by name. FSDP1 gathers parameters that are offloaded, but not their gradients: so these take
-    the parameters' places first."""
+    """The whole gradients by name. FSDP1 gathers parameters that are offloaded, but not their gradients: so
+    these take the parameters' places first."""
     if offloaded:
         with torch.no_grad():
             for parameter in module.parameters():

@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel (FSDP1) of patched models of several families: loss, gradients and weights of some steps."""
+"""FullyShardedDataParallel (FSDP1) of patched models of several families: loss, gradients and weights of some
+steps."""
 
 import families
 import pytest
@@ -88,14 +89,15 @@ def test_rank_without_valid_label(name, ignored_rank):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_tied_or_not(name):
-    """The other choice than the configuration of the family makes. The root owns a weight that two modules have."""
+    """The other choice than the configuration of the family makes. The root owns a weight that two modules
+    have."""
     run(name, tied=name == "llama")
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_memory_is_reused(strategy, monkeypatch):
-    """FSDP1 has tensors in place of the parameters: MLPs still overwrite their product, and a tied weight has one
-    gradient. Products of tiny models count as worth reusing."""
+    """FSDP1 has tensors in place of the parameters: MLPs still overwrite their product, and a tied weight has
+    one gradient. Products of tiny models count as worth reusing."""
     monkeypatch.setattr(reuse, "WORTH_REUSING", 0)
     run("llama", tied=True, sharding_strategy=strategy)
     run("llama", kind="nonreentrant", sharding_strategy=strategy)

@@ -31,7 +31,8 @@ def shard(model, tied=False, **options):
 
 
 def train(model, batches):
-    """(loss, full gradients) of this rank's micro-batches; the gradients are reduced with the last of them."""
+    """(loss, full gradients) of this rank's micro-batches; the gradients are reduced with the last of
+    them."""
     mine = batches[ranks.RANK]
     # FSDP averages over ranks: this makes the average of the ranks' losses the mean over all tokens.
     denominator = models.count([b for of_rank in batches for b in of_rank]) / ranks.WORLD
@@ -62,7 +63,8 @@ def run(batches, mlp="swiglu", tied=False, dtype=torch.float32, **options):
 @pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
 @pytest.mark.parametrize("mlp", models.MLPS)
 def test_matches_one_process(mlp, reshard, tied):
-    """Two micro-batches of other lengths on every rank, the head sharded by itself or tied to the embedding."""
+    """Two micro-batches of other lengths on every rank, the head sharded by itself or tied to the
+    embedding."""
     run(models.batches_of_ranks(LENGTHS, ranks.DEVICE), mlp, tied, reshard_after_forward=reshard)
 
 
@@ -85,7 +87,8 @@ def test_cpu_offload(mlp):
     "offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=ranks.ON_GPU)], ids=["device", "cpu"]
 )
 def test_patched_llama(tied, offload):
-    """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is gathered."""
+    """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is
+    gathered."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
     inputs = tiny_models.batch(ranks.DEVICE, rows=4)
     count = (inputs["labels"][:, 1:] != -100).sum()

@@ -1,4 +1,5 @@
-"""accumulate_grad_weight under fully_shard, and with a weight that is a DTensor. test_ddp.py has it under DDP."""
+"""accumulate_grad_weight under fully_shard, and with a weight that is a DTensor. test_ddp.py has it under
+DDP."""
 
 import pytest
 import ranks
@@ -26,7 +27,7 @@ def sharded(tied, **options):
 @pytest.mark.parametrize("reshard", [False, True], ids=["", "reshard"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_fully_shard(tied, reshard):
-    """The gradient is added to that of the gathered parameter, which fully_shard reduces."""
+    """The gradient is added to the gradient of the gathered parameter, which fully_shard reduces."""
     model, inputs, expected = sharded(tied, reshard_after_forward=reshard)
     for _ in range(2):
         model.zero_grad()

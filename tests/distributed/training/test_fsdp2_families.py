@@ -21,8 +21,9 @@ def is_tied(model):
 
 
 def shard(model, layout="root", **options):
-    """Units: ``root`` has the layers, and the root has the rest; ``head``: the head is a unit; ``tail``: so are final
-    norm and head together, with the embedding if it is tied; ``small``: so is every norm, router and experts module.
+    """Units: ``root`` has the layers, and the root has the rest; ``head``: the head is a unit; ``tail``: so
+    are final norm and head together, with the embedding if it is tied; ``small``: so is every norm, router
+    and experts module.
     """
     wrap = functools.partial(fully_shard, mesh=ranks.mesh(), **options)
     layers, tied, head, embedding = (
@@ -72,7 +73,8 @@ def run(
     name, layout="root", checkpointing="none", dtype=torch.float32, tied=None, steps=None, patch=None, parts=None,
     **options,
 ):  # fmt: skip
-    """``patch``: options of liger.patch; ``parts``: how they change the report; ``options``: of fully_shard."""
+    """``patch``: options of liger.patch; ``parts``: how they change the report; ``options``: of
+    fully_shard."""
     steps = families.batches(name) if steps is None else steps
     exact = families.exactly(families.make(name, tied), steps)
     results = []

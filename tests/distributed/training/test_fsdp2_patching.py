@@ -1,4 +1,5 @@
-"""fully_shard (FSDP2) and options of a patch, several forwards, evaluation, frozen and offloaded parameters."""
+"""fully_shard (FSDP2) and options of a patch, several forwards, evaluation, frozen and offloaded
+parameters."""
 
 import families
 import pytest

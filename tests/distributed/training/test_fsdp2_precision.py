@@ -1,4 +1,5 @@
-"""fully_shard (FSDP2) of patched models: checkpointing, mixed precision, ignored labels, the router's loss."""
+"""fully_shard (FSDP2) of patched models: checkpointing, mixed precision, ignored labels, the router's
+loss."""
 
 import families
 import pytest
@@ -37,5 +38,5 @@ def test_rank_without_valid_label(name):
 
 @pytest.mark.parametrize("name", families.MOE)
 def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
+    """The loss of the router is added to the loss of the head, in place."""
     run(name, "tail", steps=families.batches(name, output_router_logits=True))

@@ -1,4 +1,5 @@
-"""Patched models on meshes of two dimensions: tensor parallel along one, fully_shard along the other. Four ranks."""
+"""Patched models on meshes of two dimensions: tensor parallel along one, fully_shard along the other. Four
+ranks."""
 
 import families
 import pytest
@@ -27,7 +28,8 @@ def data_rank():
 
 
 def parallelize(model):
-    """Attention, MLP and lm_head are sharded; norms and activations between them are the same on all ranks."""
+    """Attention, MLP and lm_head are sharded; norms and activations between them are the same on all
+    ranks."""
     plan = {
         **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
@@ -47,7 +49,7 @@ def shard(model, head=False, **options):
 
 
 def total(loss):
-    """The mean over all ranks; those of a tensor-parallel group have the same loss."""
+    """The mean over all ranks; the ranks of a tensor-parallel group have the same loss."""
     return ranks.total(loss.float()) / ranks.WORLD
 
 
@@ -79,7 +81,8 @@ def compare(name, make, dtype=torch.float32, steps=None, report=None):
 
 
 def assert_head_computes_loss(model, of_ranks):
-    """A patched model: the head computes the loss from its shards of the classes, in the report and in a call."""
+    """A patched model: the head computes the loss from its shards of the classes, in the report and in a
+    call."""
     replaced = list(patch_report(model).replaced.values())
     if not replaced:
         return

@@ -1,4 +1,5 @@
-"""The Trainer with DeepSpeed's ZeRO-2 and ZeRO-3: losses, gradients and weights of a patched model after some steps."""
+"""The Trainer with DeepSpeed's ZeRO-2 and ZeRO-3: losses, gradients and weights of a patched model after some
+steps."""
 
 import families
 import pytest
@@ -56,7 +57,8 @@ class _Trainer(Trainer):
 def train(make, folder, stage, **options):
     """(the :class:`families.Result`, the micro-batches of this rank).
 
-    ``make`` is called after the arguments exist: from then on ``from_pretrained`` partitions weights for ZeRO-3.
+    ``make`` is called after the arguments exist: from then on ``from_pretrained`` partitions weights for
+    ZeRO-3.
     """
     reset()
     zero = options.pop("zero", {})
@@ -131,7 +133,8 @@ def test_use_liger_kernel(name, stage, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_partitioned_from_the_start(name, tmp_path):
-    """The arguments of the Trainer come first: from_pretrained loads partitioned weights, and then they are patched."""
+    """The arguments of the Trainer come first: from_pretrained loads partitioned weights, and then they are
+    patched."""
     folder = [tmp_path]
     torch.distributed.broadcast_object_list(folder)
     if ranks.RANK == 0:

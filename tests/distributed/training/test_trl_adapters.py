@@ -1,4 +1,5 @@
-"""liger.trl under DDP and FSDP2: losses and gradients of two ranks are those of TRL's own trainer in one process."""
+"""liger.trl under DDP and FSDP2: losses and gradients of two ranks agree with TRL's own trainer in one
+process."""
 
 import pytest
 import ranks
@@ -51,7 +52,7 @@ def loss_of_samples(trainer, wrapped, rows, share):
         "old_per_token_logps": torch.randn(shape, generator=generator) / 10 - 5.7,
     }
     mine = {name: value[rows].to(ranks.DEVICE) for name, value in inputs.items()}
-    # The trainer divides the number of all tokens by that of the ranks, also where one has all of them.
+    # The trainer divides the number of all tokens by the number of ranks, also where one has all of them.
     mine["num_items_in_batch"] = lengths.sum().to(ranks.DEVICE) * share * ranks.WORLD
     return trainer._compute_loss(wrapped, mine)
 
@@ -78,7 +79,7 @@ CASES = {
 }
 
 
-# --- ways of being distributed ------------------------------------------------------------------------------------
+# --- ways of being distributed ------------------------------------------------------------------------------
 
 
 def ddp(model):

@@ -1,4 +1,5 @@
-"""liger.trl under DeepSpeed's ZeRO-3, policy and reference: the heads' weights are there in the heads' calls alone."""
+"""liger.trl under DeepSpeed's ZeRO-3, policy and reference: the heads' weights are there in the heads' calls
+alone."""
 
 import pytest
 import ranks

@@ -1,4 +1,5 @@
-"""swiglu and geglu, separate and packed, against float64, and their in-place backward, in every backend that runs."""
+"""swiglu and geglu, separate and packed, against float64, and their in-place backward, in every backend that
+runs."""
 
 from functools import partial
 
@@ -108,7 +109,8 @@ def test_product_of_the_backward(device, name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backward_over_its_arguments_with_the_product(device, family, dtype):
-    """Whole tensors, and the halves of a packed one: gradients over gate and up, the product over grad_out."""
+    """Whole tensors, and the halves of a packed one: gradients over gate and up, the product over
+    grad_out."""
     for gate, up in (make(device, dtype=dtype), torch.randn(6, 80, device=device).to(dtype).chunk(2, -1)):
         grad_out = torch.randn(6, 40, device=device).to(dtype)
         *grads, product = op_of(family, "_backward")(grad_out, gate, up, True)
@@ -197,7 +199,7 @@ def test_float64_gradcheck(float64_device, name):
     )
 
 
-# --- inplace=True -------------------------------------------------------------------------------------------------
+# --- inplace=True -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -344,7 +346,7 @@ def test_the_writing_ops_refuse_autograd(device, name):
         assert torch.equal(written, expected)
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The approximation of the normal distribution that half types use in exact GELU, evaluated in float32 on the CPU."""
+"""The approximation of the normal distribution that half types use in exact GELU, evaluated in float32 on the
+CPU."""
 
 import math
 import re
@@ -12,7 +13,8 @@ NUMBER = r"-?\d+\.\d+(?:e-?\d+)?"
 
 
 def of_cuda():
-    """(steepness, factor of x^2 in the exponent, coefficients from the constant on), as the kernel has them."""
+    """(steepness, factor of x^2 in the exponent, coefficients from the constant on), as the kernel has
+    them."""
     source = (ROOT / "csrc/activation/activations.cuh").read_text().partition("struct NormalTail")[2]
     steepness, exponent = (
         re.search(rf"kSteepness = ({NUMBER})f", source),

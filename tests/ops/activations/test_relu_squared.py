@@ -57,9 +57,11 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match=r"^relu_squared: x has shape \(\), expected at least one"):
         liger.relu_squared(torch.ones((), device=device))
     x = torch.ones(3, 4, device=device)
-    with pytest.raises(RuntimeError, match=r"^relu_squared_backward: grad_y has shape \(4,\), expected that"):
+    with pytest.raises(
+        RuntimeError, match=r"^relu_squared_backward: grad_y has shape \(4,\), expected the shape"
+    ):
         torch.ops.liger.relu_squared_backward(x[0], x)
     with pytest.raises(
-        RuntimeError, match=r"^relu_squared_backward: grad_y has dtype float16, expected that"
+        RuntimeError, match=r"^relu_squared_backward: grad_y has dtype float16, expected the dtype"
     ):
         torch.ops.liger.relu_squared_backward(x.half(), x)

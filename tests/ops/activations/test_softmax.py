@@ -24,7 +24,7 @@ def test_against_float64(device, shape, dtype):
 
 
 def check_both_ways(rows, columns, device, dtype):
-    """y and its gradient against float64; the gradient against that of the y which was computed."""
+    """y and its gradient against float64; the gradient against the gradient for the computed y."""
     x, grad = (torch.randn(rows, columns, device=device) for _ in range(2))
     x, grad = (3 * x).to(dtype).requires_grad_(), grad.to(dtype)
     y = liger.softmax(x)
@@ -62,9 +62,9 @@ def test_long_rows(device, dtype, rows, row_bytes):
     check_both_ways(rows, row_bytes // dtype.itemsize, device, dtype)
 
 
-# The bytes of a row at which the cuda backend changes the shape of its launch, with 228 KB of shared memory per SM:
-# three blocks per SM, alone, in pairs, in the largest clusters; then two blocks per SM and one, in the largest
-# clusters. First those of the backward, which stages two tensors.
+# The bytes of a row at which the cuda backend changes the shape of its launch, with 228 KB of shared memory
+# per SM: three blocks per SM, alone, in pairs, in the largest clusters; then two blocks per SM and one, in
+# the largest clusters. First the sizes of the backward, which stages two tensors.
 LIMITS = [
     38144, 76032, 303104, 457728, 919552,
     76160, 152064, 602112, 912384, 1835008,
@@ -107,7 +107,8 @@ def test_rows_add_up_to_one(device):
 
 @pytest.mark.parametrize("columns", [6, 300, 5000, 70000])
 def test_large_magnitudes_and_masks(device, columns):
-    """No overflow, 0 for -inf, also where a thread or a tile has nothing else, and NaN for rows of nothing else."""
+    """No overflow, 0 for -inf, also where a thread or a tile has nothing else, and NaN for rows of nothing
+    else."""
     x = torch.randn(6, columns, device=device)
     x[0] += 3e4
     x[1] -= 3e38
@@ -140,7 +141,7 @@ def test_strides(device, move, columns):
 
 
 def test_expanded_gradient(device):
-    """All strides of the gradient of a sum are 0; that of a softmax is 0, too."""
+    """All strides of the gradient of a sum are 0; the gradient of a softmax is also 0."""
     x = torch.randn(4, 100, device=device, requires_grad=True)
     liger.softmax(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-7)

@@ -1,4 +1,5 @@
-"""accumulate_grad_weight=True: the gradient of an lm_head's weight, added to main_grad or grad over micro-batches."""
+"""accumulate_grad_weight=True: the gradient of an lm_head's weight, added to main_grad or grad over
+micro-batches."""
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ OPTIONS = {
 
 
 def make(device, dtype=torch.float32, rows=ROWS):
-    """(input, weight, target, bias, class weights, token weights) with ignored rows, one of which is not finite."""
+    """(input, weight, target, bias, class weights, token weights) with ignored rows, one of which is not
+    finite."""
     x = torch.randn(rows, HIDDEN, device=device).to(dtype)
     weight = torch.nn.Parameter((torch.randn(VOCAB, HIDDEN, device=device) / 3).to(dtype))
     target = torch.randint(VOCAB, (rows,), device=device)
@@ -62,7 +64,8 @@ def relative_error(a, b):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cross_entropy(device, dtype, options, budget, reduction):
-    """Micro-batches of different sizes with an upstream gradient; other gradients are those without the option."""
+    """Micro-batches of different sizes with an upstream gradient; other gradients are those without the
+    option."""
     x, weight, target, bias, ce_weight, token_weight = make(device, dtype)
     options, factor, count = OPTIONS[options], 0.7, 50.0
     best = factor * exact(x, weight, target, bias, ce_weight, token_weight, count, **options)
@@ -102,8 +105,8 @@ def test_one_large_batch_within_one_rounding(device, dtype):
     large = with_sum(torch.nn.Parameter(weight.detach().clone()))
     loss = liger.fused_linear_ce(x, large, target, accumulate_grad_weight=True)
     loss.backward()
-    # The same products, added in another order. On a GPU a GEMM of another size may also round a logit or its gradient
-    # to the other neighbour, and probabilities by as much.
+    # The same products, added in another order. On a GPU a GEMM of another size may also round a logit or its
+    # gradient to the other neighbour, and probabilities by as much.
     size = large.main_grad.abs().max().item()
     rounded = x.is_cuda and dtype in (torch.float16, torch.bfloat16)
     tolerance = torch.finfo(dtype).eps if rounded else 2e-6
@@ -154,7 +157,7 @@ def test_log_probabilities(device, dtype, budget, entropy, logits_dtype):
     assert relative_error(weight.main_grad, best) < (3 if logits_dtype is None else 1) * rounding + 1e-6
 
 
-# --- where the gradient is added ----------------------------------------------------------------------------------
+# --- where the gradient is added ----------------------------------------------------------------------------
 
 
 def step(x, weight, target, **how):

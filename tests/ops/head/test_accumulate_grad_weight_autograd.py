@@ -1,5 +1,5 @@
-"""accumulate_grad_weight=True as a part of autograd: repeated backwards, hooks, checkpointing, compilers; memory; bad
-input."""
+"""accumulate_grad_weight=True as a part of autograd: repeated backwards, hooks, checkpointing, compilers;
+memory; bad input."""
 
 import pytest
 import torch
@@ -75,7 +75,8 @@ def test_a_weight_that_is_frozen_before_the_backward(name):
 
 
 def test_hooks_after_the_sum(device):
-    """Those that frameworks use to start a reduction run after the gradient of this backward has been added."""
+    """Those that frameworks use to start a reduction run after the gradient of this backward has been
+    added."""
     x, weight, target, *_ = make(device)
     with_sum(weight)
     seen = []
@@ -119,12 +120,13 @@ def test_compiled_code_breaks_the_graph(device, x_needs_grad):
         torch.compile(function, backend="aot_eager", fullgraph=True)(x)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory_has_no_gradient_of_the_weight(dtype):
-    """At no time is there a tensor of as many bytes as the gradient, though it is larger than everything else."""
+    """At no time is there a tensor of as many bytes as the gradient, though it is larger than everything
+    else."""
     vocab, hidden, rows = 4096, 512, 24
     x = torch.randn(rows, hidden).to(dtype).requires_grad_()
     target = torch.randint(vocab, (rows,))
@@ -160,7 +162,7 @@ def test_memory_of_a_gpu(device):
     assert torch.cuda.max_memory_allocated() - before < weight.nbytes / 2
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 def _no_place(weight):

@@ -24,14 +24,14 @@ import liger
 from liger._core.runtime.environment import triton_interpreted
 
 REDUCTIONS = ["mean", "sum", "none"]
-# rows, hidden, vocab. Odd sizes have rows that are not aligned to 16 bytes; 300 rows are more than there are SMs; 32003
-# classes are more than one block of the cross entropy holds in float32.
+# rows, hidden, vocab. Odd sizes have rows that are not aligned to 16 bytes; 300 rows are more than there are
+# SMs; 32003 classes are more than one block of the cross entropy holds in float32.
 SHAPES = [(1, 8, 7), (5, 33, 129), (17, 64, 1000)]
 # Triton's interpreter takes a minute for one of the large ones.
 SHAPES += [(40, 16, 64), (3, 40, 4099)] if triton_interpreted() else [(300, 16, 64), (3, 40, 32003)]
 
 
-# --- values and gradients -----------------------------------------------------------------------------------------
+# --- values and gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(2)
@@ -53,7 +53,8 @@ def test_shapes_and_dtypes(device, shape, dtype, name):
     x, weight, bias, target = random_layer(
         rows, hidden, vocab, device, dtype, chosen.get("ignore_index", -100)
     )
-    # The products keep the shapes of plain torch where their sums are long: another order of summing is no error.
+    # The products keep the shapes of plain torch where their sums are long: another order of summing is no
+    # error.
     chunk = rows // 2 if rows > 3 else rows
     check_layer([x, weight], target, memory_budget=rows_per_chunk(chunk, weight), **chosen)
     check_layer([x, weight, bias], target, **chosen)
@@ -68,7 +69,8 @@ def test_chunk_plans_agree(device, dtype, accum_dtype):
     for rows in (1, 5, 36, 37):
         budget = rows_per_chunk(rows, weight)
         if accum_dtype == dtype and dtype != torch.float32:
-            # A sum in the dtype of the input loses digits with every chunk: only its first digits are compared.
+            # A sum in the dtype of the input loses digits with every chunk: only its first digits are
+            # compared.
             grads = []
             for b in (budget, None):
                 copies = leaves(x, weight, bias)
@@ -84,7 +86,8 @@ def test_chunk_plans_agree(device, dtype, accum_dtype):
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
 def test_float32_accumulation_is_as_exact_as_one_product(device, dtype):
-    """Many chunks summed in float32 lose nothing against one chunk; summed in the dtype of the input they do."""
+    """Many chunks summed in float32 lose nothing against one chunk; summed in the dtype of the input they
+    do."""
     rows, hidden, vocab = 256, 4, 96
     x, weight, _, target = random_layer(rows, hidden, vocab, device, dtype)
     x = x.abs()  # without cancellation a low-precision sum loses more with every chunk
@@ -205,7 +208,7 @@ def test_gradcheck(float64_device):
             )
 
 
-# --- the edges ----------------------------------------------------------------------------------------------------
+# --- the edges ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -235,7 +238,7 @@ def test_ignored_rows_may_hold_anything(device):
     torch.testing.assert_close(dirty[1].grad, clean[1].grad, rtol=1e-6, atol=1e-7)
 
 
-# --- metrics ------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "all and denominator"])
@@ -283,7 +286,7 @@ def test_only_the_loss_is_differentiable(device):
     assert output.loss.requires_grad and not any(value.requires_grad for value in output[1:])
 
 
-# --- size ---------------------------------------------------------------------------------------------------------
+# --- size ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -317,7 +320,8 @@ def test_more_than_two_to_the_31_logits_in_one_chunk(device, reduction):
 
 @pytest.mark.parametrize("divisor", ["mean", "denominator", "denominator of a sum"])
 def test_a_loss_scale_keeps_the_bits_of_float16(device, divisor):
-    """A mean over many rows has gradients below 2^-14; a loss scale makes them normal numbers with 11 bits again."""
+    """A mean over many rows has gradients below 2^-14; a loss scale makes them normal numbers with 11 bits
+    again."""
     rows, hidden, vocab, loss_scale = 2048, 16, 24, 4096.0
     x, weight = torch.randn(rows, hidden, device=device), 2e-3 * torch.randn(vocab, hidden, device=device)
     target = torch.randint(vocab, (rows,), device=device)

@@ -1,4 +1,5 @@
-"""fused_linear_ce and autograd: work only for what is trained, second backwards, no second buffer, autocast."""
+"""fused_linear_ce and autograd: work only for what is trained, second backwards, no second buffer,
+autocast."""
 
 import itertools
 

@@ -51,7 +51,7 @@ def layer(mask, device, hidden=24, vocab=VOCAB, dtype=torch.float32, ignore_inde
     return tensors, target
 
 
-# --- values, gradients, metrics -----------------------------------------------------------------------------------
+# --- values, gradients, metrics -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "all and denominator"])
@@ -68,7 +68,7 @@ def test_every_reduction_and_option(device, mask, reduction, name):
 @pytest.mark.parametrize("accum_dtype", [None, "input"], ids=str)
 @pytest.mark.parametrize("chunk", [5, 16, 40, ROWS])
 def test_every_place_of_the_logits(device, chunk, accum_dtype, dtype, hidden):
-    """In memory of their own, in that of the weight's gradient and in that of the input's."""
+    """In memory of their own, of the weight's gradient and of the input's."""
     mask = ignored_rows("half")
     tensors, target = layer(mask, device, hidden, dtype=dtype)
     accum_dtype = dtype if accum_dtype == "input" else None
@@ -197,7 +197,7 @@ def test_inputs_are_not_written_and_bits_repeat(device):
         assert torch.equal(leaf, value)
 
 
-# --- the saving ---------------------------------------------------------------------------------------------------
+# --- the saving ---------------------------------------------------------------------------------------------
 
 
 def flops_of_products(function):

@@ -233,7 +233,8 @@ def test_logits_fit_the_budget(device, monkeypatch, dtype):
 @pytest.mark.parametrize("exact", [False, True], ids=["16-bit sum", "float32 sum"])
 @pytest.mark.parametrize("rows", [100, 1500, 8192, 50000])
 def test_chunks_of_large_heads(rows, exact, products, wide):
-    """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is elsewhere."""
+    """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is
+    elsewhere."""
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 128256))
     beside = products * (2 if wide else 1)
     chunk, chunks, part = module._plan(x, weight, (True, True, True), exact, None, beside)
@@ -310,7 +311,7 @@ def test_bad_input(device):
             fused("jsd 0.3", {**tensors, **change})
     refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
     for name in ("teacher_weight", "teacher_bias"):
-        match = f"fused_linear_jsd: {name} has dtype float16, expected that of teacher_input, float32"
+        match = f"fused_linear_jsd: {name} has dtype float16, expected the dtype of teacher_input, float32"
         refuses(match, {name: tensors[name].half()})
         raw = [tensors[k].half() if k == name else tensors[k] for k in ("teacher_weight", "teacher_bias")]
         call = torch.ops.liger.fused_linear_divergence_forward
@@ -324,7 +325,7 @@ def test_bad_input(device):
         )
         rest = None, raw[1], None, "jsd", 0.5, 1.0, 1.0, 0.0, -100, False, None, None, False, False, False
         with pytest.raises(
-            RuntimeError, match=f"{name} has dtype float16, expected that of teacher, float32"
+            RuntimeError, match=f"{name} has dtype float16, expected the dtype of teacher, float32"
         ):
             call(*given, *rest)
     refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})

@@ -140,7 +140,8 @@ def test_only_ignored_rows_and_no_rows(device):
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accumulated_weight_gradient(device, dtype, logits_dtype):
-    """Kept logits serve the gradients of hidden states and bias; that of the weight is as without them."""
+    """Kept logits serve the gradients of hidden states and bias; the gradient of the weight is as without
+    them."""
     x, weight, target, bias = make(device, (dtype, dtype), bias=True)
 
     def run(recompute):

@@ -1,4 +1,5 @@
-"""Tokens in another order than that of their dimensions: Megatron-LM's (s, b, h) as a view (b, s, h), and others.
+"""Tokens in another order than their dimensions: Megatron-LM's (s, b, h) as a view (b, s, h), and
+others.
 
 Results have the order of the dimensions; no copy of the hidden states or logits is made.
 """
@@ -103,7 +104,8 @@ def test_equal_to_a_contiguous_tensor(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_copy(name):
-    """The rows of a view are those of its memory. A tensor that is no view of rows is copied: the test can see it."""
+    """The rows of a view are the rows of its memory. A tensor that is no view of rows is copied: the test can
+    see it."""
     features, call = CALLS[name]
     with torch.no_grad():
         # The teachers of the calls are transposed, too.

@@ -1,5 +1,5 @@
-"""logits_dtype=torch.float32: log-probabilities within 1e-5 of those of float32 logits, and gradients from these
-probabilities, for every backend, combination of dtypes and option."""
+"""logits_dtype=torch.float32: log-probabilities within 1e-5 of float32 logits, and gradients from
+these probabilities, for every backend, combination of dtypes and option."""
 
 import itertools
 
@@ -26,7 +26,8 @@ names = lambda pair: "-".join(str(dtype).removeprefix("torch.") for dtype in pai
 
 
 def make(device, dtypes, rows=ROWS, hidden=HIDDEN, vocab=VOCAB, std=2.5, bias=False):
-    """Logits of this standard deviation; three ignored rows, one of which has hidden states that are not finite."""
+    """Logits of this standard deviation; three ignored rows, one of which has hidden states that are not
+    finite."""
     x = torch.randn(rows, hidden, device=device).to(dtypes[0])
     weight = (torch.randn(vocab, hidden, device=device) * std / hidden**0.5).to(dtypes[1])
     target = torch.randint(vocab, (rows,), device=device)
@@ -90,9 +91,9 @@ def test_rounded_logits_have_a_larger_error(device, dtype):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)
 def test_gradients(device, dtypes, options, budget, entropy):
-    """Logits with a standard deviation of 15: in bfloat16 their rounding would change probabilities by some percent.
-    A gradient has the error of its own rounding and, from operands of one 16-bit dtype, of that of the gradient of the
-    logits."""
+    """Logits with a standard deviation of 15: in bfloat16 their rounding would change probabilities by some
+    percent. A gradient has the error of its own rounding and, from operands of one 16-bit dtype, of the
+    rounding of the gradient of the logits."""
     tensors = make(device, dtypes, std=15.0, bias=True)
     upstream = torch.randn(2, ROWS, device=device)
     options = OPTIONS[options]
@@ -108,7 +109,7 @@ def test_gradients(device, dtypes, options, budget, entropy):
 
     how = {**options, "memory_budget": BUDGETS[budget], "metrics": ("entropy",)}
     mine = grads(lambda *t: liger.fused_linear_logprobs(*t, **how, logits_dtype=torch.float32), tensors)
-    # Without the row of NaN, whose gradient here is that of a row that is left out.
+    # Without the row of NaN, whose gradient here is as for a row that is left out.
     x = tensors[0].masked_fill((tensors[2] == -100).unsqueeze(1), 0.0)
     wide = [x.double(), tensors[1].double(), tensors[2], tensors[3].double()]
     exact = grads(lambda *t: plain(*t, torch.float64, **options), wide)
@@ -123,7 +124,8 @@ def test_gradients(device, dtypes, options, budget, entropy):
 
 
 def test_small_gradients_in_float16(device):
-    """Upstream gradients of a mean over many tokens, whose products with most probabilities underflow in float16."""
+    """Upstream gradients of a mean over many tokens, whose products with most probabilities underflow in
+    float16."""
     x, weight, target, _ = make(device, (torch.float16, torch.float16))
     x, weight = (t.requires_grad_() for t in (x, weight))
     upstream = torch.randn(ROWS, device=device) * 2**-14
@@ -222,7 +224,8 @@ def test_memory(dtypes):
         )
         forward = memory.peak
         logprobs.sum().backward()
-    # Exponentials of the torch backend, and copies of the CPU's operands in float32, in blocks of 512 KiB per thread.
+    # Exponentials of the torch backend, and copies of the CPU's operands in float32, in blocks of 512 KiB per
+    # thread.
     temporaries = 6 * threads * (1 << 19) + 8 * x.numel() * 4
     assert forward < budget + temporaries
     sums = weight.numel() * 4 if weight.dtype != torch.float32 else 0
@@ -307,14 +310,14 @@ BAD = {
     "input has dtype float64, expected float16, bfloat16 or float32 with": (
         {}, {"input": torch.float64, "weight": torch.float64},
     ),
-    "weight has dtype bfloat16, expected float32 or that of input, float16": (
+    "weight has dtype bfloat16, expected float32 or the dtype of input, float16": (
         {}, {"input": torch.float16, "weight": torch.bfloat16},
     ),
-    "weight has dtype float16, expected float32 or that of input, float32": ({}, {"weight": torch.float16}),
-    "bias has dtype float16, expected float32 or that of input, bfloat16": (
+    "weight has dtype float16, expected float32 or the dtype of input, float32": ({}, {"weight": torch.float16}),
+    "bias has dtype float16, expected float32 or the dtype of input, bfloat16": (
         {}, {"input": torch.bfloat16, "bias": torch.float16},
     ),
-    "weight has dtype float32, expected that of input, bfloat16": (
+    "weight has dtype float32, expected the dtype of input, bfloat16": (
         {"logits_dtype": None}, {"input": torch.bfloat16},
     ),
 }  # fmt: skip
@@ -350,8 +353,8 @@ def test_bad_input_of_the_op():
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)
 @pytest.mark.parametrize("hidden", [2048, 4096])
 def test_stated_error_with_large_hidden_sizes(device, hidden, dtypes, options):
-    """Tensor cores truncate long sums: in one GEMM the error would be 3e-5 to 7e-5. It grows with the logits, which
-    are divided by the temperature."""
+    """Tensor cores truncate long sums: in one GEMM the error would be 3e-5 to 7e-5. It grows with the logits,
+    which are divided by the temperature."""
     rows = 1024 if device.type == "cuda" else 64
     x, weight, target, _ = make(device, dtypes, rows=rows, hidden=hidden, vocab=16384, std=2.5)
     options = OPTIONS[options]

@@ -1,4 +1,5 @@
-"""The metrics of fused_linear_logprobs that TRL's default head returns, too, against plain torch in float64."""
+"""The metrics of fused_linear_logprobs that TRL's default head returns, too, against plain torch in
+float64."""
 
 import itertools
 
@@ -44,8 +45,8 @@ def test_against_float64(device, dtype, options, budget, recompute):
     expected, exact = plain_metrics(*tensors, **how), plain_metrics(*leaves(tensors, torch.float64), **how)
     for name, mine, a, b in zip(("log_sum_sq_probs", "mean_logits"), out[3:], expected, exact, strict=True):
         assert mine.dtype == torch.float32 and not mine.requires_grad
-        # Logits are rounded to the dtype before the softmax, in which the largest of about 4 counts. In a mean over
-        # classes roundings of plain torch may cancel by chance.
+        # Logits are rounded to the dtype before the softmax, in which the largest of about 4 counts. In a
+        # mean over classes roundings of plain torch may cancel by chance.
         mean = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps / 2 if name == "mean_logits" else 0.0
         assert_as_exact_as_torch(mine, a, b.detach(), name, intermediate=8.0 + mean)
         assert not mine[tensors[2] == -100].any()
@@ -113,7 +114,8 @@ def test_what_is_requested(device, flags):
 
 
 def test_peaked_and_uniform_rows(device):
-    """p = 1 has log(sum(p^2)) = 0, equal probabilities -log(classes); and logits whose exponentials would overflow."""
+    """p = 1 has log(sum(p^2)) = 0, equal probabilities -log(classes); and logits whose exponentials would
+    overflow."""
     weight = torch.zeros(VOCAB, HIDDEN, device=device)
     weight[5, 0] = 1.0
     hidden = torch.zeros(3, HIDDEN, device=device)
@@ -189,7 +191,7 @@ def test_bad_input():
         liger.fused_linear_logprobs(hidden, weight, targets, metrics=("entropy", "z_loss"))
 
 
-# --- the statistics that they follow from -------------------------------------------------------------------------
+# --- the statistics that they follow from -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

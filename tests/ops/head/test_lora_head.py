@@ -1,4 +1,5 @@
-"""lora_a, lora_b and lora_scale of fused_linear_ce and fused_linear_logprobs, against plain torch in float64."""
+"""lora_a, lora_b and lora_scale of fused_linear_ce and fused_linear_logprobs, against plain torch in
+float64."""
 
 import pytest
 import torch
@@ -51,13 +52,13 @@ def given(tensors):
 def assert_all_exact(results, names):
     single = torch.finfo(torch.float32).eps
     for name, mine, torchs, exact in zip(names, *results, strict=True):
-        # Three roundings of logits up to about 8 in the reference, two here. The reference's may cancel by chance in a
-        # mean over rows, which has a quarter of one rounding.
+        # Three roundings of logits up to about 8 in the reference, two here. The reference's may cancel by
+        # chance in a mean over rows, which has a quarter of one rounding.
         mean = torch.finfo(results[0][1].dtype).eps / single / 4 if mine.ndim == 0 else 0.0
         assert_as_exact_as_torch(mine, torchs, exact.detach(), name, intermediate=8.0 + mean)
 
 
-# --- fused_linear_ce ----------------------------------------------------------------------------------------------
+# --- fused_linear_ce ----------------------------------------------------------------------------------------
 
 
 def ce_options(device):
@@ -112,7 +113,7 @@ def test_ce_metrics(device, reduction):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# --- fused_linear_logprobs ----------------------------------------------------------------------------------------
+# --- fused_linear_logprobs ----------------------------------------------------------------------------------
 
 
 def plain_logprobs(inputs, target, temperature=1.0, softcap=None):
@@ -184,7 +185,7 @@ def test_gradcheck():
     torch.autograd.gradcheck(both, leaves(tensors), fast_mode=True)
 
 
-# --- both ---------------------------------------------------------------------------------------------------------
+# --- both ---------------------------------------------------------------------------------------------------
 
 
 def ce(x, weight, target, **keywords):
@@ -313,7 +314,8 @@ def test_autocast(device):
 
 @BOTH
 def test_memory_of_a_frozen_weight(function):
-    """Nothing of the size of the weight or of all logits is allocated, neither in the forward nor in the backward."""
+    """Nothing of the size of the weight or of all logits is allocated, neither in the forward nor in the
+    backward."""
     rows, hidden, vocab, rank = 256, 64, 20000, 4
     x, lora_a = torch.randn(rows, hidden, requires_grad=True), torch.randn(rank, hidden, requires_grad=True)
     weight, lora_b = torch.randn(vocab, hidden), torch.randn(vocab, rank, requires_grad=True)
@@ -364,7 +366,7 @@ def test_bad_input_of_the_logprobs_and_of_the_op():
 
 
 def test_zero_factors_change_nothing(device):
-    """As in a fresh adapter, whose B is zero: the loss is that of the layer alone, and B has a gradient."""
+    """As in a fresh adapter, whose B is zero: the loss is the layer's alone, and B has a gradient."""
     tensors, target = make(device)
     tensors[4].zero_()
     inputs = leaves(tensors)
@@ -377,7 +379,8 @@ def test_zero_factors_change_nothing(device):
 
 @BOTH
 def test_all_rows_are_computed_under_capture(device, function, monkeypatch):
-    """A CUDA graph has no number of valid rows: results are the same, and NaN in ignored rows affects nothing."""
+    """A CUDA graph has no number of valid rows: results are the same, and NaN in ignored rows affects
+    nothing."""
     tensors, target = make(device)
     target[5:12] = -100
     results = []

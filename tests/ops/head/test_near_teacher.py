@@ -1,7 +1,9 @@
-"""A student near its teacher: its gradient is a small difference of logits, and no less exact than one of far ones.
+"""A student near its teacher: its gradient is a small difference of logits, and no less exact than one of far
+ones.
 
-Against float64, by the norm of errors: at most twice that of the exact gradient rounded once to its dtype, or twice
-that of the same formula with operands, logits and what follows in float32, where that is more.
+Against float64, by the norm of errors: at most twice the error of the exact gradient rounded once to its
+dtype, or twice the error of the same formula with operands, logits and what follows in float32, where that is
+more.
 """
 
 import pytest
@@ -77,7 +79,7 @@ FORMS = {
 
 
 def make(device, dtype, size):
-    """Hidden states and weights of a student, and those of a teacher, which differ by noise of this size."""
+    """Hidden states and weights of a student and of a teacher, which differ by noise of this size."""
     x = torch.randn(ROWS, HIDDEN, dtype=torch.float64)
     weight = 3 * torch.randn(VOCAB, HIDDEN, dtype=torch.float64) / HIDDEN**0.5
     teacher = [t * (1 + size * torch.randn_like(t)) for t in (x, weight)]

@@ -19,8 +19,8 @@ from cross_entropy_reference import (
 import liger
 
 REDUCTIONS = ["mean", "sum", "none"]
-# Less than a warp; odd rows, whose ends are no 16-byte vector; more rows than SMs; whole vectors; rows of 64 to 128 KB,
-# for one block or a small cluster by dtype, and of 140 to 280 KB, for the persistent kernel.
+# Less than a warp; odd rows, whose ends are no 16-byte vector; more rows than SMs; whole vectors; rows of 64
+# to 128 KB, for one block or a small cluster by dtype, and of 140 to 280 KB, for the persistent kernel.
 SHAPES = [(1, 7), (5, 129), (300, 64), (17, 1000), (3, 32003), (3, 70001)]
 
 
@@ -33,7 +33,7 @@ def check(logits, target, **chosen):
     )
 
 
-# --- values and gradients -----------------------------------------------------------------------------------------
+# --- values and gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -167,7 +167,7 @@ def test_gradcheck(float64_device):
             )
 
 
-# --- the edges ----------------------------------------------------------------------------------------------------
+# --- the edges ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -304,7 +304,7 @@ def test_saturated_softcap_keeps_the_prediction(device):
     assert output.argmax.item() == 1
 
 
-# --- metrics ------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "all and denominator"])

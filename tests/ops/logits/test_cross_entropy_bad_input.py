@@ -97,13 +97,13 @@ CROSS_ENTROPY = {
     "softcap": (lambda a: a.update(softcap=0.0), "softcap is 0, expected a positive, finite value or None"),
     "batch shape": (
         lambda a: a.update(logits=a["logits"].view(2, 2, 10), target=a["target"]),
-        "target has shape (4,), expected that of logits without its last dimension, (2, 2)",
+        "target has shape (4,), expected the shape of logits without its last dimension, (2, 2)",
     ),
     "token_weight batch shape": (
         lambda a: a.update(
             logits=a["logits"].view(4, 1, 10), target=a["target"].view(4, 1), token_weight=torch.ones(1, 4)
         ),
-        "token_weight has shape (1, 4), expected that of logits without its last dimension, (4, 1)",
+        "token_weight has shape (1, 4), expected the shape of logits without its last dimension, (4, 1)",
     ),
 }
 
@@ -193,7 +193,7 @@ FUSED_LINEAR_CE = {
     ),
     "batch shape": (
         lambda a: a.update(input=a["input"].view(2, 2, 8)),
-        "target has shape (4,), expected that of input without its last dimension, (2, 2)",
+        "target has shape (4,), expected the shape of input without its last dimension, (2, 2)",
     ),
     "reduction": (
         lambda a: a.update(reduction="batchmean"),

@@ -1,4 +1,5 @@
-"""cross_entropy of rows and batches of every size, also those at which the cuda backend changes its kernel."""
+"""cross_entropy of rows and batches of every size, also those at which the cuda backend changes its
+kernel."""
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_more_than_two_to_the_31_logits(device, inplace):
     torch.testing.assert_close(per_row.sum(), output.loss, rtol=1e-5, atol=0)
 
 
-# --- the kernels of the cuda backend, row by row, straight from the op ------------------------------------------------
+# --- the kernels of the cuda backend, row by row, straight from the op --------------------------------------
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ OPTIONAL = {
 
 
 def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than those of a new tensor."""
+    """The same values in rows that lie differently to the vectors of the hardware than in a new
+    tensor."""
     return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
 
@@ -96,9 +98,9 @@ def check_rows(values, target, layout, inplace, **chosen):
         assert inplace or torch.equal(logits, values)
 
 
-# The bytes of a row at which the cuda backend changes its kernel or the shape of its launch, with 228 KB of shared
-# memory per SM: shared memory without and with extras, four blocks per SM, alone, in pairs and in the largest clusters,
-# three with extras, alone and in the largest clusters, and one.
+# The bytes of a row at which the cuda backend changes its kernel or the shape of its launch, with 228 KB of
+# shared memory per SM: shared memory without and with extras, four blocks per SM, alone, in pairs and in the
+# largest clusters, three with extras, alone and in the largest clusters, and one.
 LIMITS = [16384, 32768, 56960, 113792, 452096, 76160, 602112, 1835008]
 
 

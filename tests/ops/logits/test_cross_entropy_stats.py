@@ -1,4 +1,5 @@
-"""The statistics of logits that are some of the classes, and their gradient, against float64 in every backend."""
+"""The statistics of logits that are some of the classes, and their gradient, against float64 in every
+backend."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ OPTIONS["both"] = OPTIONS["softcap"] | OPTIONS["class weights"]
 
 
 def make(device, rows, classes, dtype=torch.float32, softcap=None, weighted=False):
-    """(logits, target, class weights or None, softcap); targets lie before, among and after the classes here."""
+    """(logits, target, class weights or None, softcap); targets lie before, among and after the classes
+    here."""
     logits = (torch.randn(rows, classes, device=device) * 3).to(dtype)
     target = torch.randint(START + classes + 100, (rows,), device=device)
     target[0] = START + classes - 1
@@ -110,8 +112,8 @@ def test_gradient(device, shape, dtype, name, with_log):
 
 
 def test_softmax_minus_onehot(device):
-    """The gradient of every loss of log-probabilities: c * (softmax - onehot), from two statistics and one number per
-    row."""
+    """The gradient of every loss of log-probabilities: c * (softmax - onehot), from two statistics and one
+    number per row."""
     logits, target, _, _ = make(device, 6, 41)
     target = torch.randint(41, (6,), device=device)
     c = torch.randn(6, device=device)
@@ -178,7 +180,8 @@ def test_classes_that_are_impossible(device):
 
 
 def test_gradient_of_the_entropy(device):
-    """From the log-sum-exp as reference, the entropy and one number per row; classes without probability have none."""
+    """From the log-sum-exp as reference, the entropy and one number per row; classes without probability have
+    none."""
     logits, _, _, _ = make(device, 6, 41)
     logits[1, 3:9] = -torch.inf
     target = torch.zeros(6, dtype=torch.int64, device=device)

@@ -1,4 +1,5 @@
-"""Divergences whose gradient has cross entropy added: the row op of the distillation losses, in every backend."""
+"""Divergences whose gradient has cross entropy added: the row op of the distillation losses, in every
+backend."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ OP = torch.ops.liger.divergence_ce_forward_
 
 
 def make(rows, vocab, device, dtype):
-    """Targets at the ends of rows, near them and inside; ignored ones; students that are all but sure of theirs."""
+    """Targets at the ends of rows, near them and inside; ignored ones; students that are all but sure of
+    theirs."""
     student, teacher = ((2 * torch.randn(rows, vocab, device=device)).to(dtype) for _ in range(2))
     places = torch.tensor([0, vocab - 1, vocab // 2, min(9, vocab - 1), max(vocab - 10, 0)], device=device)
     target = places[torch.arange(rows, device=device) % 5]
@@ -63,8 +65,9 @@ def check(kind, student, teacher, target, weight, layout=torch.clone, dtype=None
         # Where the probabilities are equal up to rounding, either sign is as good.
         log_q, log_p = (z.double().log_softmax(-1) for z in (student, teacher))
         difference = difference.masked_fill((log_q - log_p).abs() < 1e-5, 0.0)
-    # One rounding of each element, those of the targets too: not of the two of which they are the difference.
-    # A reverse KL takes the difference of logarithms as large as 20, of which two neighbouring floats are 2e-6 apart.
+    # One rounding of each element, also of the targets: not of the two of which they are the difference.
+    # A reverse KL takes the difference of logarithms as large as 20, of which two neighbouring floats are
+    # 2e-6 apart.
     least = 8e-6 if kind == "reverse_kl" else 4e-6
     room = torch.finfo(place.dtype).eps * expected.abs() + least * weight.double().unsqueeze(1)
     assert (difference <= room).all(), (difference / room).max().item()
@@ -126,7 +129,8 @@ def test_target_that_is_no_class(device, kind, wrong):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [12288, 50257, 128256, 262143, 400001])
 def test_long_rows(dtype, vocab, kind):
-    """Rows that stay in shared memory, in one block and in clusters, more of them than blocks; and longer ones."""
+    """Rows that stay in shared memory, in one block and in clusters, more of them than blocks; and longer
+    ones."""
     with compiled() as device:
         for rows in (5, 401 if vocab < 20000 else 61):
             values = make(rows, vocab, device, dtype)

@@ -30,7 +30,8 @@ def pair(rows, vocab, device, dtype):
 
 
 def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than those of a new tensor."""
+    """The same values in rows that lie differently to the vectors of the hardware than in a new
+    tensor."""
     return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
 
@@ -63,7 +64,8 @@ def check_rows(kind, values, layout=torch.clone, target=None, in_place=False):
         # What a probability loses to its exponent is a share of it, not of the difference of two.
         room = epsilon * expected.abs() + 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-12
         if kind == "tvd":
-            # Where the probabilities are equal up to rounding, either sign is as good, there and in the sum of all.
+            # Where the probabilities are equal up to rounding, either sign is as good, there and in the sum
+            # of all.
             log_q, log_p = ((v[some].double() / TEMPERATURE).log_softmax(-1) for v in values)
             near, q = (log_q - log_p).abs() < 1e-5, log_q.exp()
             difference = difference.masked_fill(near, 0.0)
@@ -91,9 +93,9 @@ def gpu():
         yield device
 
 
-# The bytes of a row at which the cuda backend changes how it keeps those of both, with 228 KB of shared memory: at all;
-# with three blocks on a multiprocessor in a block, in two, in three, in the largest clusters; with two of them in the
-# largest clusters; with one, the last. First jsd, which keeps more.
+# The bytes of a row at which the cuda backend changes how it keeps the rows of both, with 228 KB of shared
+# memory: at all; with three blocks on a multiprocessor in a block, in two, in three, in the largest clusters;
+# with two of them in the largest clusters; with one, the last. First jsd, which keeps more.
 LIMITS = [
     8192, 25216, 50176, 74880, 192512, 295936, 595968,
     37888, 75264, 112128, 288768, 444416, 892928,

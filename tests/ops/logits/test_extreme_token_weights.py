@@ -1,7 +1,8 @@
-"""Token weights of 0, infinity and NaN: a weight multiplies the loss of its row and the gradient of the row's logits.
+"""Token weights of 0, infinity and NaN: a weight multiplies the loss of its row and the gradient of the row's
+logits.
 
-The reference is this product in float64. torch's autograd is not: behind an infinite weight its log_softmax subtracts
-infinity from infinity, which makes the gradient of the target's logit NaN.
+The reference is this product in float64. torch's autograd is not: behind an infinite weight its log_softmax
+subtracts infinity from infinity, which makes the gradient of the target's logit NaN.
 """
 
 import math

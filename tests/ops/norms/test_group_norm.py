@@ -8,8 +8,8 @@ from errors import error_about
 import liger
 
 PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
-# Groups of a few elements (with two, the gradient of x is but rounding), odd sizes, whole vectors, groups that a block
-# holds, and larger ones.
+# Groups of a few elements (with two, the gradient of x is but rounding), odd sizes, whole vectors, groups
+# that a block holds, and larger ones.
 CASES = [
     ((3, 32), 4),
     ((5, 6, 7), 3),
@@ -55,9 +55,10 @@ def test_group_norm(device, shape, groups, dtype, which):
     check(torch.randn(shape, device=device, dtype=dtype) + 2, groups, which)
 
 
-# The bytes of a group at which the cuda backend changes the shape of its launch, with 228 KB of shared memory per SM.
-# First those of the backward, which stages two tensors: two blocks per SM, one, pairs, the largest clusters; then those
-# of the forward: two blocks per SM, alone, in pairs and in the largest clusters, and one.
+# The bytes of a group at which the cuda backend changes the shape of its launch, with 228 KB of shared memory
+# per SM. First the sizes of the backward, which stages two tensors: two blocks per SM, one, pairs, the
+# largest clusters; then the sizes of the forward: two blocks per SM, alone, in pairs and in the largest
+# clusters, and one.
 LIMITS = [56576, 113664, 227328, 903168, 114816, 229376, 908288, 1826816]
 
 
@@ -65,7 +66,8 @@ LIMITS = [56576, 113664, 227328, 903168, 114816, 229376, 908288, 1826816]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_where_the_kernel_changes(device, limit, dtype):
-    """Groups of two channels, at the limits and near them, some more of them than a device keeps at a time."""
+    """Groups of two channels, at the limits and near them, some more of them than a device keeps at a
+    time."""
     vector = 16 // dtype.itemsize
     at = limit // dtype.itemsize // 2 // vector * vector
     for spatial, samples in (

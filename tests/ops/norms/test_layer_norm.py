@@ -7,8 +7,8 @@ from cases import DTYPES, check_op, strided_like
 import liger
 
 PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
-# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer ones.
-# More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
+# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer
+# ones. More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
 SHAPES = [
     (5, 64),
     (2, 3, 129),
@@ -84,7 +84,8 @@ def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1, 8, 64, 4096, 16384])
 def test_rows_of_equal_elements(device, dtype, hidden):
-    """No element differs from the mean, and no rounding may make one differ: rstd would multiply it by 316."""
+    """No element differs from the mean, and no rounding may make one differ: rstd would multiply it by
+    316."""
     x, grad = (
         torch.randint(-40, 40, (9, 1), device=device).to(dtype).expand(9, hidden) / 8 for _ in range(2)
     )

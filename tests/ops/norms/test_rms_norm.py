@@ -8,8 +8,8 @@ from errors import error_about
 import liger
 
 MODES = ["llama", "gemma", "none"]
-# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer ones.
-# More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
+# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer
+# ones. More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
 SHAPES = [
     (5, 64),
     (2, 3, 129),

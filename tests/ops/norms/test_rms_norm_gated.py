@@ -10,9 +10,9 @@ import liger
 from liger._core.runtime.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
-# (shape, group_size). Rows within a warp; odd sizes, without 16-byte vectors; groups of one warp, of odd size, and more
-# groups than SMs; rows of one block, 2 to 8 vectors a thread; longer ones. More rows than SMs: of 288 16-byte vectors
-# the backward gives a thread 2, of 352 it gives it 4.
+# (shape, group_size). Rows within a warp; odd sizes, without 16-byte vectors; groups of one warp, of odd
+# size, and more groups than SMs; rows of one block, 2 to 8 vectors a thread; longer ones. More rows than SMs:
+# of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
 SHAPES = [
     ((5, 64), None),
     ((2, 3, 129), None),
@@ -35,7 +35,8 @@ FORMS = [(True, "silu"), (False, "silu"), (True, "sigmoid"), (False, "sigmoid")]
 
 
 def reference(x, gate, weight, eps, offset, mode, group_size, norm_before_gate, activation):
-    """The definition, with casts as in transformers: "llama" as in Qwen3-Next and Mamba2, "gemma" as in Falcon-H1."""
+    """The definition, with casts as in transformers: "llama" as in Qwen3-Next and Mamba2, "gemma" as in
+    Falcon-H1."""
     wide = x.float() if mode != "none" and x.dtype != torch.float64 else x
     a = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](gate.to(wide.dtype))
     h = wide if norm_before_gate else wide * a
@@ -114,7 +115,8 @@ def test_float32_weight_with_low_precision_input(device, dtype, norm_before_gate
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
 def test_rounds_where_transformers_does(device, dtype, norm_before_gate):
-    """Every element of a short row, bit for bit: the mean of four elements has the same rounding in any order."""
+    """Every element of a short row, bit for bit: the mean of four elements has the same rounding in any
+    order."""
     x, gate = (random(device, dtype, 4000, 4) for _ in range(2))
     x = x.sign() * 2.0 ** x.float().abs().round().to(dtype)
     weight = random(device, dtype, 4)
@@ -151,7 +153,7 @@ def test_empty(device, shape, group_size):
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_gates_far_from_zero(device, norm_before_gate):
-    """Saturated gates: value and gradient are those of the limits, and finite."""
+    """Saturated gates: value and gradient are as at the limits, and finite."""
     # One large gate among small ones would make the gradient a difference of nearly equal numbers.
     gate = torch.tensor(
         [[-1e4, -200.0, -90.0, -30.0, 0.0, 1.0, 2.0, 3.0], [1e4] * 8, [90.0] * 8], device=device

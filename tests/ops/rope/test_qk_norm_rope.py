@@ -9,10 +9,10 @@ import liger
 from liger._core.runtime.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
-# (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle lanes
-# (head_dim 96), an odd number of copied vectors (of 40 elements in float32), a head of a warp (512 of a half type, more
-# than that in float32); odd sizes, without 16-byte vectors; more heads than the persistent blocks of the backward have
-# at a time.
+# (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle
+# lanes (head_dim 96), an odd number of copied vectors (of 40 elements in float32), a head of a warp (512 of a
+# half type, more than that in float32); odd sizes, without 16-byte vectors; more heads than the persistent
+# blocks of the backward have at a time.
 SHAPES = [
     (2, 4, 2, 5, 64, 64),
     (2, 5, 1, 7, 128, 128),

@@ -6,9 +6,9 @@ from cases import DTYPES, assert_as_exact_as_torch, check_op, far_apart, strided
 
 import liger
 
-# batch, heads of q, heads of k, tokens, head_dim, rotary_dim. A thread rotates two heads: odd numbers leave one over.
-# 16-byte vectors need a rotary_dim of whole pairs of them, 16 elements in half types: 24, 6, 4 and 2 go one by one.
-# head_dim > rotary_dim has entries that are only copied.
+# batch, heads of q, heads of k, tokens, head_dim, rotary_dim. A thread rotates two heads: odd numbers leave
+# one over. 16-byte vectors need a rotary_dim of whole pairs of them, 16 elements in half types: 24, 6, 4 and
+# 2 go one by one. head_dim > rotary_dim has entries that are only copied.
 SHAPES = [
     (2, 4, 4, 7, 64, 64),
     (1, 8, 2, 9, 128, 128),
@@ -316,7 +316,7 @@ def test_tables_on_another_device(device):
         liger.rope(q, k, cos.cpu(), sin)
 
 
-# --- in place ------------------------------------------------------------------------------------------------------
+# --- in place -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])

@@ -26,7 +26,7 @@ def check(ours, plain, inputs):
             assert_as_exact_as_torch(*values, f"{'gradient' if kind else 'output'} {i}")
 
 
-# --- mrope --------------------------------------------------------------------------------------------------------
+# --- mrope --------------------------------------------------------------------------------------------------
 
 
 def tables(device, rotary=D, dtype=torch.float64):
@@ -108,7 +108,7 @@ def test_mrope_bad_input(device):
         liger.mrope(q, k, cos, sin, [4, 8, 4], interleaved_sections=True)
 
 
-# --- complex numbers ----------------------------------------------------------------------------------------------
+# --- complex numbers ----------------------------------------------------------------------------------------
 
 
 def plain_complex_rope(q, k, freqs_cis, unsqueeze_dim):

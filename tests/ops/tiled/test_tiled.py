@@ -156,7 +156,8 @@ def test_a_second_backward(device):
 
 
 def test_hooks_on_saved_tensors_see_the_inputs_alone(device):
-    """Not the activations of a shard, also where the backward runs under the same hooks: they would be offloaded."""
+    """Not the activations of a shard, also where the backward runs under the same hooks: they would be
+    offloaded."""
     seen = []
     x = torch.randn(9, HIDDEN, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):

@@ -284,7 +284,8 @@ def test_a_used_up_graph_writes_only_over_what_it_kept(device, how):
 @pytest.mark.parametrize("op", [_forward_op, torch.ops.liger.tiled_mlp_forward], ids=["eager", "dispatcher"])
 @pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
 def test_gate_goes_before_the_gradient_of_up_weight(device, op, again, monkeypatch):
-    """What one shard kept of two weights is let go of when it is done with, unless another backward will need it."""
+    """What one shard kept of two weights is let go of when it is done with, unless another backward will need
+    it."""
     tensors = leaves(make(device))
     y, *kept = op(*tensors, "silu", None, None, True)
     memory = [StorageWeakRef(t.untyped_storage()) for t in kept]
@@ -313,7 +314,7 @@ def test_autocast_of_float32_weights(device):
     assert all(t.grad.dtype == torch.float32 for t in tensors)
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_modules_take_the_state_of_hugging_face_ones():
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_modules_with_projections_that_are_not_plain(device, activation):
-    """LoRA layers of PEFT, whose weight is that of the layer below them: the adapters must take part."""
+    """LoRA layers of PEFT, whose weight is the weight of the layer below them: the adapters must take
+    part."""
 
     class Adapted(nn.Linear):
         def __init__(self, base):

@@ -38,7 +38,8 @@ class Memory:
 
 
 def of_one_shard(problem):
-    """The peak of a backward of one shard, by its allocations in order: beside its inputs, the result included."""
+    """The peak of a backward of one shard, by its allocations in order: beside its inputs, the result
+    included."""
     activations = problem.rows * problem.row
     memory = Memory(y=problem.x, gate=activations, up=activations)
     memory.get(grad_down=problem.weight)
@@ -98,7 +99,8 @@ def results(problem):
 
 
 def of_eager(problem):
-    """Eager code keeps gate, up, silu(gate) and the product, and its backward makes three of that size at its peak."""
+    """Eager code keeps gate, up, silu(gate) and the product, and its backward makes three of that size at its
+    peak."""
     activations = problem.rows * problem.row
     # The result and the gradient of down_weight exist by then. Of few tokens, the end is the peak.
     middle = problem.x + problem.weight + 6 * activations
@@ -197,7 +199,8 @@ def test_a_budget_is_for_one_shard_where_that_takes_no_more(budget, num_shards):
 
 
 def spans(steps, tokens, hidden, intermediate, tiles):
-    """Per step, what it uses of the shared memory as (first, end): gate and up, hidden gradient, gradient of x."""
+    """Per step, what it uses of the shared memory as (first, end): gate and up, hidden gradient, gradient of
+    x."""
     for step in steps:
         rows = step.stop - step.start
         hidden_span = (0, 0) if step.hidden is None else (step.hidden, step.hidden + rows * intermediate)

@@ -1,4 +1,5 @@
-"""Cross entropy of a vocabulary in parts, on processes that talk through gloo, against float64 and the whole op.
+"""Cross entropy of a vocabulary in parts, on processes that talk through gloo, against float64 and the whole
+op.
 
 A test starts its processes once and goes over its cases in them.
 """
@@ -34,7 +35,8 @@ pytestmark = [
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen):
-    """Losses and gradients of the op in parts are as exact as those of the whole one, and the same everywhere."""
+    """Losses and gradients of the op in parts are as exact as of the whole op, and the same
+    everywhere."""
     layout = {"vocab_size": tensors[1].shape[0]} if layout is None else layout
     plan = {k: chosen.pop(k) for k in ("memory_budget", "accum_dtype") if k in chosen}
     parts = [
@@ -69,7 +71,7 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen
         )
 
 
-# --- equal to the whole op ------------------------------------------------------------------------------------------
+# --- equal to the whole op ----------------------------------------------------------------------------------
 
 
 def _every_option(rank, world):
@@ -276,11 +278,11 @@ def test_metrics_and_module(tmp_path):
     on_processes(tmp_path, _metrics)
 
 
-# --- processes without a class --------------------------------------------------------------------------------------
+# --- processes without a class ------------------------------------------------------------------------------
 
 
 def _empty_shards(rank, world):
-    """A process may have no class: results and gradients are those of the whole op, whatever the option."""
+    """A process may have no class: results and gradients agree with the whole op, whatever the option."""
     classes, rows = 9, 13
     first = (0, *(classes,) * world), {"vocab_size": classes, "vocab_start": 0 if rank == 0 else classes}
     chunks = (0, 3, 6, 9, 9), {"vocab_size": classes}

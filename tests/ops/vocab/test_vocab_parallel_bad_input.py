@@ -1,4 +1,5 @@
-"""What the ops over a vocabulary in parts refuse, with the same words on every process or before they meet."""
+"""What the ops over a vocabulary in parts refuse, with the same words on every process or before they
+meet."""
 
 import re
 
@@ -50,8 +51,8 @@ def _bad_input(rank, world):
 
 
 def _bad_calls(x, weight, bias, target):
-    """{function: (a valid call, [(what the message begins with, arguments, options)])} of a process with 17 of 34
-    classes."""
+    """{function: (a valid call, [(what the message begins with, arguments, options)])} of a process with 17
+    of 34 classes."""
     logits, wide = x @ weight.t(), {"ignore_index": 2**32 + 3}
     meta, no_class = torch.empty(9, device="meta"), "has no classes, expected at least one without vocab_size"
     return {
@@ -92,7 +93,8 @@ def _bad_calls(x, weight, bias, target):
 
 
 def _names_in_messages(x, weight, bias, target):
-    """Each op appears under the name by which it was called, and not under that of its form for one process."""
+    """Each op appears under the name by which it was called, and not under the name of its form for one
+    process."""
     for function, (valid, calls) in _bad_calls(x, weight, bias, target).items():
         for words, arguments, options in calls:
             with pytest.raises(error_about(words), match=f"^{re.escape(f'{function.__name__}: {words}')}"):
@@ -114,7 +116,7 @@ def test_without_a_process_group():
         in_shards.fused_linear_ce(x, weight, target, vocab_size=34)
 
 
-# --- an error on one process ----------------------------------------------------------------------------------------
+# --- an error on one process --------------------------------------------------------------------------------
 
 
 def _fails_on_one(rank, world):

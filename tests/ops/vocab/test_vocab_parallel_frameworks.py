@@ -52,7 +52,7 @@ def _dtensors(rank, world):
     for placement in (Replicate(), Shard(1)):
         refuses(r"weight is a DTensor with placements .*, expected \(Shard\(dim=0\),\)", x,
                 distribute_tensor(weight, mesh, [placement]), target)  # fmt: skip
-    refuses("vocab_size is 12, expected that of weight, a DTensor", x, made[1], target, vocab_size=12)
+    refuses("vocab_size is 12, expected the classes of weight, a DTensor", x, made[1], target, vocab_size=12)
     two = init_device_mesh("cpu", (world, 1))
     for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]):
         refuses(r"weight is a DTensor .*, expected Shard\(dim=0\) along one dimension of the mesh and Replicate\(\)",
@@ -63,7 +63,7 @@ def _dtensors(rank, world):
     across = distribute_tensor(x, other_way, [Shard(0), Replicate()])
     torch.testing.assert_close(in_shards.fused_linear_ce(across, shard, target, made[2].detach()), expected)
     groups = [dist.new_group([r]) for r in range(world)]
-    refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
+    refuses(r"over ranks \[0, 1\], expected the ranks of the group", x, made[1], target, group=groups[rank])
 
 
 def test_dtensors(tmp_path):
@@ -124,7 +124,8 @@ def test_compiled(tmp_path):
 
 
 def _layouts(rank, world):
-    """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their shape."""
+    """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their
+    shape."""
     tokens, batch = 5, 3
     x, weight, bias, target = random_layer(tokens * batch, 6, 11, "cpu")
     x, target = x.view(tokens, batch, 6), target.view(tokens, batch)

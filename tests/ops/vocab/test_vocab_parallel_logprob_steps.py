@@ -33,7 +33,8 @@ TOLERANCE = 3e-5
 
 @contextlib.contextmanager
 def engine_calls(**changes):
-    """Replaces the compiled steps; yields a list of ("forward" or "backward", chunk, whether exponentials are kept)."""
+    """Replaces the compiled steps; yields a list of ("forward" or "backward", chunk, whether exponentials are
+    kept)."""
     ran = []
 
     class Steps(LogProbSteps):
@@ -69,7 +70,7 @@ def check(
     rank, world, what, x, weight, target, with_entropy=True, trained=(True, True), bounds=None, layout=None,
     budget=BUDGET, tolerance=TOLERANCE, between=contextlib.nullcontext, **chosen,
 ):  # fmt: skip
-    """Results and gradients against those of float64; ``between``: a context of the backward."""
+    """Results and gradients against float64; ``between``: a context of the backward."""
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])
@@ -121,8 +122,8 @@ def test_every_option(world, tmp_path):
 
 
 def _surprising_targets(rank, world):
-    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by hundreds of
-    nats. Classes are targets of several rows, and ignored rows are NaN."""
+    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
+    hundreds of nats. Classes are targets of several rows, and ignored rows are NaN."""
     for seed, (budget, with_entropy) in enumerate(itertools.product((BUDGET, None), (False, True))):
         torch.manual_seed(seed)
         x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")

@@ -1,4 +1,5 @@
-"""Log-probabilities over a vocabulary that is sharded over processes, against float64 and the op on one process.
+"""Log-probabilities over a vocabulary that is sharded over processes, against float64 and the op on one
+process.
 
 A test starts its processes once and goes over its cases in them.
 """
@@ -47,7 +48,7 @@ def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_inde
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_budget=None, **chosen):
-    """All results and gradients are as exact as those of one process, and the same bits on every process."""
+    """All results and gradients are as exact as on one process, and the same bits on every process."""
     layout = {"vocab_size": tensors[1].shape[0]} if layout is None else layout
     parts = [leaves(tensors[0])[0], *(part_of(t, rank, world, bounds) for t in tensors[1:])]
     whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
@@ -252,7 +253,8 @@ def test_dtensors_compile_and_bad_input(tmp_path):
 
 @contextlib.contextmanager
 def counted_rows():
-    """A list to which the rows of every product are appended: of the logits, and of the gradients of a chunk."""
+    """A list to which the rows of every product are appended: of the logits, and of the gradients of a
+    chunk."""
     rows, write, add = [], LMHead.write_logits, Gradients.add
 
     def counting_write(self, x, out):
@@ -271,8 +273,8 @@ def counted_rows():
 
 
 def _ignored_rows_are_free(rank, world):
-    """No product has a row of theirs, results and gradients are those of the other rows, and their hidden states may be
-    anything."""
+    """No product has a row of theirs, results and gradients are as for the other rows alone, and their hidden
+    states may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
     target[:] = torch.arange(40) % 34
     target[5:35] = -100
@@ -291,7 +293,7 @@ def _ignored_rows_are_free(rank, world):
         with counted_rows() as rows:
             found = in_shards.fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
             (found.logprobs.sum() + 0.5 * found.entropy.sum()).backward()
-        # The logits of the forward, those of the backward, and their gradients, in chunks.
+        # The logits of the forward and of the backward, and their gradients, in chunks.
         assert sum(rows) == 3 * kept.sum() and len(rows) != 3, rows
         assert not found.logprobs[~kept].any() and not found.entropy[~kept].any()
         assert (found.argmax[~kept] == -1).all()
@@ -315,7 +317,8 @@ def test_ignored_rows_are_free(world, tmp_path):
 
 
 def _float32_logits(rank, world):
-    """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward, too."""
+    """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward,
+    too."""
     call = in_shards.fused_linear_logprobs
     kinds = [
         (torch.bfloat16,) * 2,

@@ -1,4 +1,5 @@
-"""Rows of the ops over a sharded vocabulary: ignored rows cost no GEMM, and the tokens may have any layout."""
+"""Rows of the ops over a sharded vocabulary: ignored rows cost no GEMM, and the tokens may have any
+layout."""
 
 import contextlib
 import itertools
@@ -23,12 +24,13 @@ pytestmark = [
 ]
 
 
-# --- ignored rows of the loss -----------------------------------------------------------------------------------------
+# --- ignored rows of the loss -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def counted_rows():
-    """A list to which the rows of every product are appended: of the logits, and of the gradients of a chunk."""
+    """A list to which the rows of every product are appended: of the logits, and of the gradients of a
+    chunk."""
     rows, write, add = [], cross_entropy.write_linear, cross_entropy.Gradients.add
 
     def counting_write(x, *arguments):
@@ -56,8 +58,8 @@ PATTERNS = {
 
 
 def _ignored_rows_are_free(rank, world):
-    """No product has a row of theirs, results and gradients are those of the other rows, and hidden states and token
-    weights of theirs may be anything."""
+    """No product has a row of theirs, results and gradients are as for the other rows alone, and hidden
+    states and token weights of theirs may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
     target[:] = torch.arange(40) % 34
     token_weight = torch.rand(40) + 0.5
@@ -138,7 +140,7 @@ def test_ignored_rows_in_half_precision(world, tmp_path):
     on_processes(tmp_path, _half_precision, world)
 
 
-# --- layouts of the tokens --------------------------------------------------------------------------------------------
+# --- layouts of the tokens ----------------------------------------------------------------------------------
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 35
 # Name -> (order in memory, sharded dimension or None, whether it is passed as a view (b, s, h)).
@@ -209,7 +211,7 @@ def _ignored(target):
 
 
 def _check(layout, work, dtype, whole, target, mesh, budget):
-    """Results and gradients are those of the op of one process on (b, s, h)."""
+    """Results and gradients agree with the op of one process on (b, s, h)."""
     (one, parallel), run = WORK[work]
     order, dim, as_view = LAYOUTS[layout]
     full = leaves(*whole)

@@ -62,7 +62,7 @@ def assert_close(actual, expected, what):
 
 
 def check(rank, world, what, x, weight, target, trained=(True, True), bounds=None, layout=None, **chosen):
-    """Results and gradients against those of float64."""
+    """Results and gradients against float64."""
     layout = {"vocab_size": weight.shape[0]} if layout is None else layout
     mine = [leaves(x)[0].requires_grad_(trained[0]), part_of(weight, rank, world, bounds)]
     mine[1].requires_grad_(trained[1])
@@ -118,8 +118,9 @@ test_every_option.pytestmark = [*test_every_option.pytestmark, *processes]
 
 
 def _surprising_targets(rank, world):
-    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by hundreds of
-    nats, also where no tile overflows. Classes are targets of several rows, and ignored rows are NaN."""
+    """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
+    hundreds of nats, also where no tile overflows. Classes are targets of several rows, and ignored rows are
+    NaN."""
     for seed, softcap in ((0, None), (1, None), (2, 120.0)):
         torch.manual_seed(seed)
         x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
@@ -225,7 +226,7 @@ def test_all_processes_choose_the_same(tmp_path):
 test_all_processes_choose_the_same.pytestmark = processes
 
 
-# --- without processes ------------------------------------------------------------------------------------------------
+# --- without processes --------------------------------------------------------------------------------------
 
 
 def test_the_steps_have_the_arguments_of_the_ops():

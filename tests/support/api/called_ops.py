@@ -4,8 +4,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CalledOps(TorchDispatchMode):
-    """``names`` has the name of each op, as often as it ran, without overload and namespace; ``full_names`` are those
-    with a namespace."""
+    """``names`` has the name of each op, as often as it ran, without overload and namespace; ``full_names``
+    are those with a namespace."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/api/op_schemas.py`` records them.
+"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/api/op_schemas.py``
+records them.
 
 Nothing has been released yet, so there is no record.
 """

@@ -1,4 +1,5 @@
-"""The signature of every public name, a line each: ``python tests/support/api/public_api.py`` records them."""
+"""The signature of every public name, a line each: ``python tests/support/api/public_api.py`` records
+them."""
 
 import importlib
 import inspect

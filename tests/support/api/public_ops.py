@@ -18,7 +18,8 @@ class Case:
 
     Attributes:
         function: takes the tensors of the op by position.
-        plain: the same in plain torch; None: the torch backend, which is the reference formula of a declared op.
+        plain: the same in plain torch; None: the torch backend, which is the reference formula of a declared
+            op.
         make: (tokens) -> inputs.
         token_dims: per input, the dimension of the tokens, or None.
         alike: how many of the first inputs have the shape of the first one.
@@ -159,7 +160,7 @@ CASES |= {
 
 
 def differentiable(name, index, tensor):
-    """Whether this input of the op gets a gradient: all that floats but the tables of rope."""
+    """True if this input of the op gets a gradient: all that floats but the tables of rope."""
     tables_from = {"rope": 2, "qk_norm_rope": 4}
     return tensor.is_floating_point() and index < tables_from.get(name, index + 1)
 

@@ -1,7 +1,8 @@
 """Every option of every public callable, at a value that is not its default, as a :class:`Problem`.
 
-The options come from the signatures and from tests/support/api/public_callables. A flag takes its other value, a choice
-each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails until it has an entry.
+The options come from the signatures and from tests/support/api/public_callables. A flag takes its other
+value, a choice each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails
+until it has an entry.
 """
 
 import collections.abc
@@ -70,7 +71,7 @@ def constructor_of(cls):
     return found
 
 
-# --- values -------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 def _like(name, scale=1.0):
@@ -231,7 +232,7 @@ def _options_of(function, given):
             yield name, value
 
 
-# --- problems -----------------------------------------------------------------------------------------------------
+# --- problems -----------------------------------------------------------------------------------------------
 
 
 class _Called(torch.nn.Module):
@@ -322,7 +323,7 @@ def settings():
 
 
 def _is_decided(cls, option, value):
-    """Whether a class refuses an option of its base, since it sets it itself."""
+    """True if a class refuses an option of its base, since it sets it itself."""
     try:
         _constructed(cls, {option: value})
     except TypeError as error:

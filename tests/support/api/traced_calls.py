@@ -1,4 +1,5 @@
-"""Results of a traced call and of the eager one; as a program, those of programs that another process has saved."""
+"""Results of a traced call and of the eager one; as a program, also of programs that another process has
+saved."""
 
 import sys
 
@@ -51,7 +52,8 @@ def check_saved(path):
 if __name__ == "__main__":
     import liger.losses
 
-    # Losses of this process with the names that counters gave to others in the process that saved the programs.
+    # Losses of this process with the names that counters gave to others in the process that saved the
+    # programs.
     others = [
         loss(beta=7.0)
         for loss in (

@@ -1,4 +1,5 @@
-"""What the tests of patched models with other packages share: tiny models of several types, and training beside a twin.
+"""What the tests of patched models with other packages share: tiny models of several types, and training
+beside a twin.
 
 The sizes of the models are multiples of 64, the block size of quantisation in 4 bits.
 """
@@ -40,8 +41,8 @@ TYPES = types()
 IMAGES = ("gemma3", "qwen2_5_vl", "llava")
 EXPERTS = ("qwen3_moe", "mixtral")
 SIZES = {"intermediate_size": 128, "moe_intermediate_size": 64}
-# Kinds that patching replaces in the language model of every type, besides the MLP or the experts. Where queries and
-# keys have norms, the rotation is a part of "qk_norm_rope".
+# Kinds that patching replaces in the language model of every type, besides the MLP or the experts. Where
+# queries and keys have norms, the rotation is a part of "qk_norm_rope".
 COMMON = {"fused_linear_cross_entropy", "fused_add_rms_norm", "rope", "rms_norm"}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -135,18 +136,21 @@ def targets_of(model_type):
 
 
 def seeded_step(model, given):
-    """({"loss": loss}, gradients), on the CPU, of a step whose dropout is drawn from the same seed at every call."""
+    """({"loss": loss}, gradients), on the CPU, of a step whose dropout is drawn from the same seed at every
+    call."""
     torch.manual_seed(4)
     output, gradients = step(model, **given)
     return {"loss": output["loss"].detach().cpu()}, {name: g.cpu() for name, g in gradients.items()}
 
 
 def assert_same_training(ours, theirs, given, steps=3, make_optimizer=None, weights=1e-3):
-    """Loss and gradients of the first step agree within a few roundings, later losses and the trained weights too.
+    """Loss and gradients of the first step agree within a few roundings, later losses and the trained weights
+    too.
 
     Args:
         make_optimizer: function of the trained parameters; SGD by default, which does not amplify roundings.
-        weights: bound of the difference of each trained weight, relative to its change, in the Frobenius norm.
+        weights: bound of the difference of each trained weight, relative to its change, in the Frobenius
+            norm.
     """
     make_optimizer = make_optimizer or functools.partial(torch.optim.SGD, lr=0.1)
     _, gradients = seeded_step(theirs, given)
@@ -187,7 +191,7 @@ def has_common_parts(model):
 
 
 def assert_replaced(model, like):
-    """The parts that are replaced are those of a patched model without the other package."""
+    """The parts that are replaced are the parts of a patched model without the other package."""
     assert kinds(model) == kinds(like) and has_common_parts(model)
 
 

@@ -18,7 +18,7 @@ def llama(**settings):
 
 
 def kept(model):
-    """Whether each layer keeps its activations."""
+    """True if each layer keeps its activations."""
     (planner,) = planners(model)
     return [vars(layer)["_gradient_checkpointing_func"] is decoder_layers.keep for layer in planner.layers]
 

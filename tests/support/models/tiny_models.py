@@ -21,7 +21,8 @@ VOCAB = 300
 
 
 def config(family, **overrides):
-    """Two layers, grouped-query attention, and for mistral and qwen a sliding window shorter than the sequences."""
+    """Two layers, grouped-query attention, and for mistral and qwen a sliding window shorter than the
+    sequences."""
     name = FAMILIES.get(family, family)
     settings = {
         "vocab_size": VOCAB,

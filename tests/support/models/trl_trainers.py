@@ -1,4 +1,5 @@
-"""Tiny trainers of TRL on models with random weights and data that is made here, and how two of them are compared."""
+"""Tiny trainers of TRL on models with random weights and data that is made here, and how two of them are
+compared."""
 
 import contextlib
 import importlib.util
@@ -79,7 +80,7 @@ def logged(trainer):
     ]
 
 
-# --- trainers ----------------------------------------------------------------------------------------------------
+# --- trainers -----------------------------------------------------------------------------------------------
 
 
 def dpo(folder, policy=None, reference=True, data=None, **options):
@@ -175,7 +176,7 @@ def distillation(folder, **options):
     )  # fmt: skip
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

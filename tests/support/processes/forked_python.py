@@ -1,8 +1,9 @@
-"""``python(...)``: what a new interpreter makes of a program, in the time of a fork instead of an import of torch.
+"""``python(...)``: what a new interpreter makes of a program, in the time of a fork instead of an import of
+torch.
 
-One process of this interpreter imports torch and nothing of liger, computes nothing, and forks for every call: liger is
-imported anew, with the environment, arguments and path of the call. A program that hides what torch imports, or that
-counts modules, needs an interpreter of its own.
+One process of this interpreter imports torch and nothing of liger, computes nothing, and forks for every
+call: liger is imported anew, with the environment, arguments and path of the call. A program that hides what
+torch imports, or that counts modules, needs an interpreter of its own.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Commands in the environment of a user, without the settings of the tests; what builds of this checkout hold."""
+"""Commands in the environment of a user, without the settings of the tests; what builds of this checkout
+hold."""
 
 import os
 import subprocess

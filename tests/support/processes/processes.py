@@ -26,8 +26,8 @@ def _process(rank, world, store, function):
     # What is still sent in the background, such as parameters, also by the groups of meshes.
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.barrier(group)
-    # No process leaves while another one may still wait for it. Without destructors: those of gloo's threads abort now
-    # and then ("terminate called without an active exception") on a machine under load.
+    # No process leaves while another one may still wait for it. Without destructors: destructors of gloo's
+    # threads abort now and then ("terminate called without an active exception") on a machine under load.
     (end := dist.FileStore(f"{store}-end", world)).set(str(rank), "")
     end.wait([str(other) for other in range(world)])
     sys.stdout.flush()
@@ -36,8 +36,8 @@ def _process(rank, world, store, function):
 
 
 def on_processes(tmp_path, function, world=2, timeout=_TIMEOUT):
-    """Runs ``function(rank, world)`` in every process of a group. Raises what one of them raised first, and fails when
-    they take too long, as they would waiting for each other."""
+    """Runs ``function(rank, world)`` in every process of a group. Raises what one of them raised first, and
+    fails when they take too long, as they would waiting for each other."""
     # A new store: the processes leave theirs behind.
     store = Path(tempfile.mkdtemp(dir=tmp_path), "store")
     # Forked from one process that has imported torch and nothing else.
@@ -55,7 +55,7 @@ def on_processes(tmp_path, function, world=2, timeout=_TIMEOUT):
 
 
 def part_of(tensor, rank, world, bounds=None, dim=0):
-    """The classes of a process, as a leaf: those of ``torch.chunk`` or between the given bounds."""
+    """The classes of a process, as a leaf: as ``torch.chunk`` splits them or between the given bounds."""
     if bounds is None:
         piece = tensor.chunk(world, dim)[rank]
     else:
@@ -64,7 +64,7 @@ def part_of(tensor, rank, world, bounds=None, dim=0):
 
 
 def assert_same_bits(tensor, what):
-    """The tensor of this process is that of every other one, nan included."""
+    """The tensor of this process equals the tensor of every other one, nan included."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor.detach().contiguous())
     for other in gathered:

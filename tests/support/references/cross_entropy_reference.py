@@ -1,4 +1,5 @@
-"""Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in code."""
+"""Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in
+code."""
 
 import torch
 from cases import check_op
@@ -85,7 +86,8 @@ def reference(
     logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
     lse_square_scale=0.0, softcap=None, reduction="mean",
 ):  # fmt: skip
-    """A dict of the loss and all metrics for logits (N, V), in float32 or in float64 if the logits are that."""
+    """A dict of the loss and all metrics for logits (N, V), in float32 or in float64 if the logits are
+    that."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     vocab = logits.shape[1]
     raw = logits
@@ -141,13 +143,14 @@ def shared_denominator(target, ce_weight, ignore_index=-100):
 
 
 def logit_rounding(dtype):
-    """What a loss may differ by, in float32 roundings, because its logits were rounded to a half type after being
-    summed in another order than plain torch's: a quarter of that rounding."""
+    """What a loss may differ by, in float32 roundings, because its logits were rounded to a half type after
+    being summed in another order than plain torch's: a quarter of that rounding."""
     return torch.finfo(dtype).eps / 4 / torch.finfo(torch.float32).eps if dtype.itemsize == 2 else 0.0
 
 
 def check_layer(tensors, target, accum_dtype=None, memory_budget=None, **chosen):
-    """The loss of fused_linear_ce and its gradients for ``tensors``, (input, weight) or (input, weight, bias)."""
+    """The loss of fused_linear_ce and its gradients for ``tensors``, (input, weight) or (input, weight,
+    bias)."""
     check_op(
         lambda x, w, b=None: liger.fused_linear_ce(
             x, w, target, b, accum_dtype=accum_dtype, memory_budget=memory_budget, **chosen

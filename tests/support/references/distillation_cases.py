@@ -33,7 +33,7 @@ def make(device, dtype=torch.float32):
     return made
 
 
-# --- the formulas, in plain PyTorch -------------------------------------------------------------------------------
+# --- the formulas, in plain PyTorch -------------------------------------------------------------------------
 
 
 def kl(log_p, log_q):

@@ -1,4 +1,5 @@
-"""The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in float16.
+"""The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in
+float16.
 
 docs/lab/fused_linear_ce.md, "float16", has the analysis; csrc/lm_head/sm90 the kernels. The constants
 are those of csrc/lm_head/sm90/element.cuh, sizes.h and rows/float16_range.cuh.
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-OFFSET, LARGEST_SUM_EXPONENT, MOST_SHIFT = 2, 15, 120
+OFFSET, LARGEST_SUM_EXPONENT, MAX_SHIFT = 2, 15, 120
 SAMPLES, TILE, SCALE_COLUMNS = 16, 192, 256
 MAX_ROW_SUM = 2.0**60
 # Of a probability near 1, in the bound of largest_beside_target().
@@ -55,9 +56,9 @@ def exponentials(z, target, is_element):
     """The exponentials of a chunk as both gradient GEMMs read them.
 
     Returns:
-        exponentials; per row its reference, its sum, the number as which an exponential of 1 is stored, whether it has
-        the one-hot term as an element (that of ``is_element``, or its target has most of the probability), and whether
-        a pass shifts it; and the largest number before rounding.
+        exponentials; per row its reference, its sum, the number as which an exponential of 1 is stored,
+        whether it has the one-hot term as an element (the element of ``is_element``, or its target has most
+        of the probability), and whether a pass shifts it; and the largest number before rounding.
     """
     reference = references(z, target)
     e, totals = row_sums(z, reference)
@@ -74,7 +75,7 @@ def exponentials(z, target, is_element):
     chosen = (z - reference).exp().gather(1, target[:, None]).squeeze(1)
     is_element = is_element | (chosen > 0.5 * sums)
     of_element = torch.where(is_element, exponent(sums) + OFFSET - first, 0)
-    shift = torch.maximum(shifts.amax(1), of_element).clamp(0, MOST_SHIFT)
+    shift = torch.maximum(shifts.amax(1), of_element).clamp(0, MAX_SHIFT)
     stored = half(stored * 2.0 ** (shifts.repeat_interleave(TILE, 1) - shift[:, None]))
     one = 2.0 ** (OFFSET - shift)
     rows = is_element.nonzero().squeeze(1)
@@ -100,17 +101,20 @@ def unit_exponent(largest):
 
 
 def largest_beside_target(u, w, logprob, entropy):
-    """A bound of ``|u * p + w * p * (log p + entropy)|`` for the probabilities of the classes beside the target."""
+    """A bound of ``|u * p + w * p * (log p + entropy)|`` for the probabilities of the classes other than the
+    target."""
     most = (BOUND_ERROR - logprob.expm1()).clamp_max(1.0)
     end, turn = most * (most.log() + entropy).abs(), (-1 - entropy).exp()
     return u.abs() * most + w.abs() * torch.where(most > turn, torch.maximum(end, turn), end)
 
 
 def entropy_gradient(stored, sums, z, target, is_element, u, w, with_unit=True):
-    """The second matrix, with a gradient of entropies: from the exponentials as they are stored, and their sums.
+    """The second matrix, with a gradient of entropies: from the exponentials as they are stored, and their
+    sums.
 
     Returns:
-        the matrix, the power of two per row by which it is multiplied, and its largest number before rounding.
+        the matrix, the power of two per row by which it is multiplied, and its largest number before
+        rounding.
     """
     logp = z.log_softmax(1)
     entropy = -(logp.exp() * logp).sum(1)
@@ -131,7 +135,7 @@ def gradients(
 ):  # fmt: skip
     """The gradients of ``sum(upstream * loss per row - entropy_upstream * entropy per row)``.
 
-    With all rows in one chunk they are those of exponentials that are kept from the forward.
+    With all rows in one chunk they come from exponentials that are kept from the forward.
 
     Args:
         x, weight: (rows, hidden), (classes, hidden), float16.

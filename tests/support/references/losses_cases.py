@@ -23,8 +23,8 @@ def leaf(tensor, dtype=None):
 
 
 def packed(tensors, target):
-    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; some rows belong to
-    no sequence. Returns (the tensors, (1, T, ...)), cumulative lengths."""
+    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; some rows
+    belong to no sequence. Returns (the tensors, (1, T, ...)), cumulative lengths."""
     lengths = [int((row != -100).nonzero().max()) + 1 if (row != -100).any() else 2 for row in target]
     ends = torch.tensor([0, *lengths], device=target.device).cumsum(0).int()
     parts = [torch.cat([t[i, :n] for i, n in enumerate(lengths)] + [t[0, :3]]) for t in tensors]
@@ -37,7 +37,7 @@ def check(mine, plain, hidden, weight, bias, intermediate=8.0):
     def run(function, dtype=None):
         leaves = [leaf(t, dtype) for t in (hidden, weight, bias)]
         loss = function(*leaves)
-        # An upstream gradient other than 1, as that of gradient accumulation.
+        # An upstream gradient other than 1, as in gradient accumulation.
         return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
 
     results = run(mine), run(plain), run(plain, torch.float64)

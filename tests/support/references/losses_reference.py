@@ -1,4 +1,5 @@
-"""The post-training losses as their papers write them: a loop over sequences, all logits at once, any dtype."""
+"""The post-training losses as their papers write them: a loop over sequences, all logits at once, any
+dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ def log_sigmoid(x):
 
 
 def dpo_pair(kind, c, r, rc, rr, beta, eps, tau):
-    """The loss of one pair; c and r are log-probabilities of the policy, rc and rr those of the reference."""
+    """The loss of one pair; c and r are log-probabilities of the policy, rc and rr of the reference."""
     h = beta * ((c - r) - (rc - rr))
     wins = torch.sigmoid(h)
     if kind == "sigmoid":

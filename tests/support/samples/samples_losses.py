@@ -325,7 +325,8 @@ def _pair(d):
 
 
 def _divergence_of(*option):
-    """Samples of a public op with one option of its own, or none, between the denominator and the temperature."""
+    """Samples of a public op with one option of its own, or none, between the denominator and the
+    temperature."""
 
     def samples(d):
         *pair, target, token_weight = _pair(d)
@@ -340,7 +341,7 @@ def _divergence_of(*option):
 
 
 def _linear_pair(d):
-    """Hidden states and weight of the student, those of the teacher."""
+    """Hidden states and weights of the student and of the teacher."""
     return floats(d, 6, 8), floats(d, 11, 8), floats(d, 6, 5), floats(d, 11, 5)
 
 

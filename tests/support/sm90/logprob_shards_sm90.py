@@ -13,7 +13,8 @@ from liger.distributed.vocab import sm90_logprobs as shards
 
 
 class Results(NamedTuple):
-    """Of all ranks: those of the rows from the first one, after a comparison; gradients of all classes."""
+    """Of all ranks: the results of the rows from the first one, after a comparison; gradients of all
+    classes."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -23,7 +24,7 @@ class Results(NamedTuple):
 
 @contextlib.contextmanager
 def group_of(ranks):
-    """Plans are those of a group of so many devices like this one."""
+    """Plans are for a group of so many devices like this one."""
     with (
         patch.object(shards, "clusters_for", lambda *_: clusters()),
         patch.object(shards, "rank_classes", lambda vocab, _: -(-vocab // ranks)),
@@ -42,7 +43,8 @@ def heads_of(shape, bounds, x, weight, target, temperature=1.0):
 
 
 def plans_of(shape, ranks, entropy=False, keep=False):
-    """(plan of the forward, plan of the backward) with metrics and, with ``entropy``, a gradient of entropies."""
+    """(plan of the forward, plan of the backward) with metrics and, with ``entropy``, a gradient of
+    entropies."""
     x, weight = torch.empty(shape.rows, shape.hidden), torch.empty(shape.vocab, 0)
     (head, *_) = heads_of(shape, [0, shape.vocab], x, weight, None)
     with group_of(ranks):
@@ -78,7 +80,7 @@ def run_forward(heads, metrics=True, keep=False, compare=True):
 
 
 def run_backward(heads, found, grads, trained=(True, True), compare=True):
-    """Gradients of those of input and weight that are trained. ``found``: of :func:`run_forward`."""
+    """Gradients of the trained ones among input and weight. ``found``: of :func:`run_forward`."""
     grads = (*grads, None)[:2]
     keeps = found[0][2].numel() > 0
     with group_of(len(heads)):

@@ -8,17 +8,19 @@ from torch.nn.functional import linear
 
 import liger
 
-# With a gradient of entropies: three roundings to bfloat16 (exponentials, their product with a logarithm, the scaled
-# rows) instead of two. Simulated: 4.8e-3 at most.
+# With a gradient of entropies: three roundings to bfloat16 (exponentials, their product with a logarithm, the
+# scaled rows) instead of two. Simulated: 4.8e-3 at most.
 WITH_ENTROPY = 6e-3
-# For float16 beyond one rounding of the exact gradient; emulated: 4.1e-4 at most (tests/engine/test_float16_rule.py).
+# For float16 beyond one rounding of the exact gradient; emulated: 4.1e-4 at most
+# (tests/engine/test_float16_rule.py).
 WITH_ENTROPY_FLOAT16 = 7e-4
 KEPT = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 ENTROPY = pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
 
 
 def engine_calls(monkeypatch):
-    """A list that fills with the calls of this engine: ("forward" or "backward", whether with kept exponentials)."""
+    """A list that fills with the calls of this engine: ("forward" or "backward", whether with kept
+    exponentials)."""
     seen = []
     forward, backward = torch.ops.liger_sm90.logprobs_forward, torch.ops.liger_sm90.logprobs_backward
 
@@ -77,7 +79,8 @@ def exact(x, weight, target, grads, trained=(True, True), temperature=1.0):
 
 
 def tolerance_of(expected, dtype, entropy):
-    """The largest error of a gradient, relative to its norm; with ``entropy`` of a result that has one of entropies."""
+    """The largest error of a gradient, relative to its norm; with ``entropy`` of a result that has one of
+    entropies."""
     if not entropy:
         return gradient_tolerance(expected, dtype)
     if dtype == BFLOAT16:
@@ -111,8 +114,8 @@ def assert_gradients(actual, expected, ignored, trained, tolerance, dtype=BFLOAT
         assert error <= tolerance, f"gradient of {name}: error {error:.3g}, allowed {tolerance:.3g}"
         if name == "hidden":
             assert not a[ignored].any()
-            # No row has the gradient of another, however small it is. In float16 small rows have an absolute error:
-            # elements below 2^-14, and small differences of rounded exponentials.
+            # No row has the gradient of another, however small it is. In float16 small rows have an absolute
+            # error: elements below 2^-14, and small differences of rounded exponentials.
             live, size = b.count_nonzero(-1) > 0, b.norm(dim=-1)
             least = 1e-30 if dtype == BFLOAT16 else 3e-2 * size[live].median().item()
             rows = (a.double() - b).norm(dim=-1) / size.clamp_min(least)

@@ -1,7 +1,7 @@
 """The compiled steps of fused_linear_logprobs on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/lm_head/sm90/shards/logprobs.cu and of its kernels, with the roundings of
-shard_steps.py. Kept exponentials are dense rows at the start of their memory.
+They have the arguments and the rules of csrc/lm_head/sm90/shards/logprobs.cu and of its kernels, with the
+roundings of shard_steps.py. Kept exponentials are dense rows at the start of their memory.
 """
 
 import math

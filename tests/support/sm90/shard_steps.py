@@ -1,8 +1,8 @@
 """The compiled steps of fused_linear_ce on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/lm_head/sm90/shards/fused_linear_ce.cu: references of rows, tiles that
-overflow, first rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are
-rounded to the dtype of the operands.
+They have the arguments and the rules of csrc/lm_head/sm90/shards/fused_linear_ce.cu: references of rows,
+tiles that overflow, first rows of classes, and exponentials that are moved to another reference. Exponentials
+and scaled rows are rounded to the dtype of the operands.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 from liger.distributed.vocab import sm90
 
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
-MOST_ROW_SUM = 2.0**60
+MAX_ROW_SUM = 2.0**60
 # kMaxDistance of csrc/lm_head/sm90/shards/rows.cuh.
 MAX_DISTANCE = 40.0
 
@@ -21,8 +21,8 @@ MAX_DISTANCE = 40.0
 class ReferenceSteps:
     """One instance for one call, as :class:`liger.distributed.vocab.sm90.CompiledSteps`.
 
-    ``overflows`` and ``moved`` count the tiles that were computed again, and the rows whose exponentials were rescaled,
-    of all instances.
+    ``overflows`` and ``moved`` count the tiles that were computed again, and the rows whose exponentials were
+    rescaled, of all instances.
     """
 
     overflows = moved = 0
@@ -80,18 +80,19 @@ class ReferenceSteps:
         return z if softcap is None else softcap * torch.tanh(z / softcap)
 
     def _chunk(self, plan, index):
-        """(slice of the gathered rows, that of the valid ones among them)"""
+        """(slice of the gathered rows, slice of the valid ones among them)"""
         first, rows, _ = plan[4 + 3 * index : 7 + 3 * index]
         end = min(first + rows, max(self.index.numel(), first))
         return slice(first, first + rows), slice(first, end)
 
     def _exponentials(self, x, weight, softcap, temperature, reference):
-        """The logits of rows; ``reference`` becomes that of each row, and ``self.exp`` its exponentials."""
+        """The logits of rows; ``reference`` becomes the reference of each row, and ``self.exp`` its
+        exponentials."""
         z = self._capped(x.float() @ weight.float().t(), softcap) / temperature
         for at in range(0, z.shape[0], TILE_ROWS):
             part = slice(at, at + TILE_ROWS)
             tiles = torch.exp(z[part] - reference[part, None]).split(TILE_COLUMNS, 1)
-            if not all((tile.sum(1) < MOST_ROW_SUM).all() for tile in tiles):
+            if not all((tile.sum(1) < MAX_ROW_SUM).all() for tile in tiles):
                 type(self).overflows += 1
                 largest = z[part].amax(1)
                 reference[part] = torch.where(largest == -torch.inf, 0.0, largest)

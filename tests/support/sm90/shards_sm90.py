@@ -26,7 +26,8 @@ SHAPES = {
 
 
 class Results(NamedTuple):
-    """Of all ranks: those of the rows from the first one, after a comparison; gradients of all classes."""
+    """Of all ranks: the results of the rows from the first one, after a comparison; gradients of all
+    classes."""
 
     loss: torch.Tensor
     z_loss: torch.Tensor
@@ -49,7 +50,8 @@ def even_bounds(vocab, ranks):
 
 
 def run_ranks(shape, bounds, x, weight, target, trained=(True, True), compare=True, **chosen):
-    """The :class:`Results` of the shards ``weight[bounds[i] : bounds[i + 1]]``. Collectives are sums and copies.
+    """The :class:`Results` of the shards ``weight[bounds[i] : bounds[i + 1]]``. Collectives are sums and
+    copies.
 
     ``compare``: asserts that all ranks have the same bits, which waits for the device.
     """
@@ -84,8 +86,9 @@ def run_ranks(shape, bounds, x, weight, target, trained=(True, True), compare=Tr
 
 
 def surprising(shape, scale, x, weight, target):
-    """Targets far below the largest logit, which one shard may have and another not. With few classes as targets the
-    one-hot terms are elements of exponentials, of rows that are moved to another reference, too."""
+    """Targets far below the largest logit, which one shard may have and another not. With few classes as
+    targets the one-hot terms are elements of exponentials, of rows that are moved to another reference,
+    too."""
     weight[: shape.vocab // 2] /= 16
     target[target >= 0] %= 1000
     return (scale * x.float()).to(x.dtype), weight, target

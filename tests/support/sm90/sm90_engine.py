@@ -1,4 +1,5 @@
-"""What the tests of the engine for compute capability 9.0 share: shapes that it takes, and what results are held to."""
+"""What the tests of the engine for compute capability 9.0 share: shapes that it takes, and what results are
+held to."""
 
 import contextlib
 import os
@@ -14,16 +15,17 @@ import liger
 
 MIB = 1 << 20
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-# A summed loss, relative; results of single rows, relative to the largest; a gradient, as the norm of its error
-# relative to its own: each is rounded to bfloat16 from two factors that were.
+# A summed loss, relative; results of single rows, relative to the largest; a gradient, as the norm of its
+# error relative to its own: each is rounded to bfloat16 from two factors that were.
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
-# The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
+# The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are
+# below 2^-14.
 GRADIENT_FLOAT16 = 4e-4
 OBSERVED = {"metrics": ("entropy", "argmax", "token_accuracy")}
 
 
 def clusters():
-    """Pairs of blocks that run at a time; without a device, those of an H200."""
+    """Pairs of blocks that run at a time; without a device, the pairs of an H200."""
     if not torch.cuda.is_available():
         return 66
     return torch.cuda.get_device_properties().multi_processor_count // 2
@@ -144,12 +146,13 @@ HIDDEN_SIZES = {
 SHAPES |= HIDDEN_SIZES
 
 
-# --- comparing ----------------------------------------------------------------------------------------------------
+# --- comparing ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def engine(generic):
-    """The engine that computes; LIGER_WGMMA is read at each call. The generic one is of one thread's tests only."""
+    """The engine that computes; LIGER_WGMMA is read at each call. The generic one is of one thread's tests
+    only."""
     if not generic:
         yield
         return
@@ -164,7 +167,8 @@ def engine(generic):
 
 
 def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, bias=None, **chosen):
-    """(output, gradients in float64) by this engine, or by the generic one; the last gradient is that of a bias."""
+    """(output, gradients in float64) by this engine, or by the generic one; the last gradient belongs to a
+    bias."""
     summed = chosen.get("reduction", "mean") != "none"
     if summed or not any(trained):
         shape.plan(*trained)
@@ -210,7 +214,8 @@ def gradient_tolerance(expected, dtype):
 
 
 def rounding(shape, trained, expected, dtype):
-    """Of a result to dtype. The sum of the chunks has 11 bits: in float16 every chunk rounds as the result does."""
+    """Of a result to dtype. The sum of the chunks has 11 bits: in float16 every chunk rounds as the result
+    does."""
     chunks = len(shape.plan(*trained)[0]) if dtype == FLOAT16 else 1
     return chunks * torch.finfo(dtype).eps / 2 * expected.abs()
 
@@ -255,7 +260,8 @@ def check(
 
 
 def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
-    """Entropies and most probable classes against float64: as exact as the logits, sums of products in float32."""
+    """Entropies and most probable classes against float64: as exact as the logits, sums of products in
+    float32."""
     logits = linear(x.double(), weight.double()) / temperature
     error = ROWS * logits.abs().max().item()
     live = target != -100
@@ -269,8 +275,8 @@ def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
 
 
 def uses_the_engine(step):
-    """Whether a step launches GEMMs of the engine: a plan says what should run; the profiler, what did. Skips the test
-    where the profiler sees no kernels."""
+    """True if a step launches GEMMs of the engine: a plan says what should run; the profiler, what did. Skips
+    the test where the profiler sees no kernels."""
     step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as recorded:

@@ -1,4 +1,5 @@
-"""Norms of queries and keys and their rotation in one op: which attentions get it, and that nothing else changes."""
+"""Norms of queries and keys and their rotation in one op: which attentions get it, and that nothing else
+changes."""
 
 import copy
 import inspect
@@ -38,7 +39,7 @@ def pair(model_type, **options):
     return liger.patch(twin(plain), **options), plain
 
 
-# --- the same results ---------------------------------------------------------------------------------------------
+# --- the same results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -184,7 +185,7 @@ def test_functional_transforms():
         torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5 * grad.abs().max().item())
 
 
-# --- what is replaced, and what is not ----------------------------------------------------------------------------
+# --- what is replaced, and what is not ----------------------------------------------------------------------
 
 
 def test_unpatch():

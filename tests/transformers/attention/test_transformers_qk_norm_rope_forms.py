@@ -1,4 +1,5 @@
-"""Attentions that differ from the usual form in one respect: which of them get norms and rotation in one op."""
+"""Attentions that differ from the usual form in one respect: which of them get norms and rotation in one
+op."""
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ class KeysWithoutNorm(Attention):
 
 
 class SomeLayersRotate(Attention):
-    """Whether a layer rotates follows from its number; no layer may get a norm that is not computed."""
+    """The number of a layer decides if it rotates; no layer may get a norm that is not computed."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)

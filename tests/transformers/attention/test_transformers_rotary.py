@@ -125,7 +125,8 @@ def test_rotations_that_are_left(function):
 
 
 def test_layouts_that_the_function_does_not_rotate_reach_it():
-    """Without a dimension for heads, tables of (T, R) fit (B, H, T, D), and by chance (B, T, H, D) where H is T."""
+    """Without a dimension for heads, tables of (T, R) fit (B, H, T, D), and by chance (B, T, H, D) where H is
+    T."""
 
     def broadcast(q, k, cos, sin):
         calls.append(1)
@@ -195,7 +196,7 @@ def test_both_rotations_of_one_attention_are_replaced():
 
 
 def test_a_rotation_that_kernels_has_made_a_module():
-    """Such a module takes any arguments; the signature of its forward is that of the function."""
+    """Such a module takes any arguments; the signature of its forward is the function's."""
 
     class Func(torch.nn.Module):
         def forward(self, *args, **kwargs):

@@ -1,4 +1,5 @@
-"""liger.transformers.checkpoint on the CPU: equal gradients, other packages, copies, its end, bad arguments."""
+"""liger.transformers.checkpoint on the CPU: equal gradients, other packages, copies, its end, bad
+arguments."""
 
 import copy
 import pickle

@@ -1,4 +1,5 @@
-"""The plan of liger.transformers.checkpoint: bytes of layers and steps, layers for given bytes, growing lengths."""
+"""The plan of liger.transformers.checkpoint: bytes of layers and steps, layers for given bytes, growing
+lengths."""
 
 import re
 
@@ -74,7 +75,8 @@ def kept_per_token(model_type, **options):
 
     allocated = saved_bytes.saved_per_token(prepare, model_type)
     assert planned[0] == planned[1]
-    # The plan does not count the input of the layer, which a recomputed layer saves as well: 64 numbers of 2 bytes.
+    # The plan does not count the input of the layer, which a recomputed layer saves as well: 64 numbers of 2
+    # bytes.
     return planned[0] + 2 * 64, allocated
 
 
@@ -112,7 +114,8 @@ def test_copies_on_the_host_come_back_with_their_strides(x):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [11, 16])
 def test_a_padded_mask_on_a_device(tokens):
-    """The step that counts, too: memory-efficient attention wants the rows of its mask aligned, whatever the length."""
+    """The step that counts, too: memory-efficient attention wants the rows of its mask aligned, whatever the
+    length."""
     models = [
         liger.patch(tiny_models.make("llama", "cuda", num_hidden_layers=LAYERS, attn_implementation="sdpa"))
         for _ in range(2)
@@ -249,7 +252,7 @@ def test_the_largest_row_of_layers():
     assert {type(layer).__name__ for layer in planner.layers} == {"Gemma3DecoderLayer"}
 
 
-# --- layers that are none of transformers -----------------------------------------------------------------------------
+# --- layers that are none of transformers -------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):

@@ -17,11 +17,11 @@ def plan_of(costs=(10, 10, 10, 10), load=(100,), exact=True):
 
 @pytest.mark.parametrize("room, kept", [(49, 0), (50, 0), (59, 0), (60, 1), (89, 3), (90, 4), (1000, 4)])
 def test_the_most_layers_that_fit(room, kept):
-    assert plan_of().most(False, (100,), room, 4) == kept
+    assert plan_of().max_kept(False, (100,), room, 4) == kept
 
 
 def test_the_last_layers_count():
-    assert plan_of(costs=(7, 1, 30, 2)).most(False, (100,), 82, 4) == 2
+    assert plan_of(costs=(7, 1, 30, 2)).max_kept(False, (100,), 82, 4) == 2
 
 
 def test_a_measured_step_is_a_better_bound():
@@ -113,10 +113,10 @@ def test_peaks_of_another_load_are_not_outdated():
 
 
 def test_no_measurement_no_layer():
-    assert MemoryPlan([1, 1], (5,)).most(False, (5,), 10**9, 2) == 0
+    assert MemoryPlan([1, 1], (5,)).max_kept(False, (5,), 10**9, 2) == 0
 
 
-# --- counted bytes ------------------------------------------------------------------------------------------------
+# --- counted bytes ------------------------------------------------------------------------------------------
 
 
 def test_probe_counts_each_saved_storage_once():

@@ -14,7 +14,8 @@ from liger.transformers.checkpointing.checkpoint import planners
 
 
 class Device:
-    """Memory of a device on which every step has the same needs; the attributes may be changed between steps."""
+    """Memory of a device on which every step has the same needs; the attributes may be changed between
+    steps."""
 
     exact = False
     base, full, layer, limit, retries, ooms = 1000, 500, 100, 2000, 0, 0
@@ -73,7 +74,7 @@ class FixedProbe(Probe):
 
 
 class Allocator:
-    """The statistics of torch.cuda for two planned models on one device: the peak is that of both."""
+    """The statistics of torch.cuda for two planned models on one device: the peak is the peak of both."""
 
     BASE, CAPACITY = 1000, 3000
 
@@ -82,7 +83,7 @@ class Allocator:
         for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "mem_get_info"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
-        monkeypatch.setattr(device_memory, "LEAST_HEADROOM", 0.0)
+        monkeypatch.setattr(device_memory, "MIN_HEADROOM", 0.0)
         monkeypatch.setattr(device_memory, "CountedMemory", self.meter)
         monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
 
@@ -141,7 +142,7 @@ def test_another_planned_model_on_the_device(monkeypatch):
     monkeypatch.setattr(FixedProbe, "cost", 300)
     large, small = allocator.step_of(layer=300, others=1000), allocator.step_of(layer=300, others=50)
     needs = [(large(), small()) for _ in range(8)]
-    # The peak of the small one is that of the large one, which runs between its steps.
+    # The peak of the small one is the peak of the large one, which runs between its steps.
     assert needs[-1][0] == 2900 and max(map(max, needs)) <= allocator.CAPACITY
 
 
@@ -177,7 +178,8 @@ def test_full_checkpointing_where_nothing_is_left(simulated):
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("micro_batches, expected", [(1, [0, 0, 1, 2, 2]), (2, [0, 1, 2, 0, 2, 2, 2, 2])])
 def test_states_of_an_optimizer_are_counted_once(simulated, micro_batches, expected, evaluates):
-    """The first step of an optimizer allocates its states, at the end of a step; later steps start with them."""
+    """The first step of an optimizer allocates its states, at the end of a step; later steps start with
+    them."""
     states = 800
     _, planner, device = simulated(limit=1000 + states + 500 + 250)
     at_the_end, seen = [], []
@@ -217,7 +219,8 @@ def test_a_longer_step_shrinks_the_plan_before_it_runs(simulated, capsys):
     assert [step() for _ in range(5)][-1] == 6
     capsys.readouterr()
     device.full, device.layer = 600, 120
-    # In proportion, 1000 + (500 + 100 k) * 1.27 <= 2100 gives k = 3; the measured step shows room for a fourth.
+    # In proportion, 1000 + (500 + 100 k) * 1.27 <= 2100 gives k = 3; the measured step shows room for a
+    # fourth.
     assert step(tokens=14) == 3
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -269,7 +272,8 @@ def test_a_failure_in_the_first_forward_does_not_end_planning(simulated):
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 6))])
 def test_no_step_with_kept_layers_exceeds_the_limit(simulated, seed):
-    """Random lengths and needs; counts that are up to 40 percent too low; states of an optimizer after some steps."""
+    """Random lengths and needs; counts that are up to 40 percent too low; states of an optimizer after some
+    steps."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):

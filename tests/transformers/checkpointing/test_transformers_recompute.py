@@ -1,4 +1,5 @@
-"""liger.patch(recompute=True): what is saved, the same bits, and what other hooks, compilers and transforms see."""
+"""liger.patch(recompute=True): what is saved, the same bits, and what other hooks, compilers and transforms
+see."""
 
 import copy
 import pickle
@@ -34,7 +35,7 @@ def pair(model_type, **settings):
     return twins(build(model_type, **settings), RECOMPUTE, PLAIN)
 
 
-# --- what is saved ------------------------------------------------------------------------------------------------
+# --- what is saved ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", quick(TYPES, "gemma3_text", "qwen3_moe"))
@@ -72,12 +73,13 @@ def test_plan_of_llama(config, most):
 
 @pytest.mark.parametrize("model_type", quick(["olmo2", "cohere"], "olmo2"))
 def test_layers_of_other_forms(model_type):
-    """The layers of OLMo 2 have no norm before attention, and those of Cohere one norm for both parts."""
+    """The layers of OLMo 2 have no norm before attention, and the layers of Cohere one norm for both
+    parts."""
     ours = saved_per_token(lambda model: liger.patch(model, recompute=True), model_type)
     assert ours < 0.8 * saved_per_token(liger.patch, model_type)
 
 
-# --- the same bits ------------------------------------------------------------------------------------------------
+# --- the same bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -205,7 +207,7 @@ def test_cuda_graph():
     assert_same_bits((loss.detach(), {n: p.grad for n, p in ours.named_parameters()}), expected)
 
 
-# --- each output is recomputed once -------------------------------------------------------------------------------
+# --- each output is recomputed once -------------------------------------------------------------------------
 
 
 def test_each_output_is_recomputed_once():
@@ -247,7 +249,7 @@ def test_saved_bytes_without_the_fused_op_are_those_of_the_plan():
         assert saved_per_token(lambda model: liger.patch(model, qk_norm_rope=False), model_type) == planned
 
 
-# --- hazards ------------------------------------------------------------------------------------------------------
+# --- hazards ------------------------------------------------------------------------------------------------
 
 
 def norm_and_linear(x, weight, matrix, between=None):
@@ -413,7 +415,7 @@ def test_errors_leave_no_hooks():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-# --- the report and copies ----------------------------------------------------------------------------------------
+# --- the report and copies ----------------------------------------------------------------------------------
 
 
 def test_report():

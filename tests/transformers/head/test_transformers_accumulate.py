@@ -1,4 +1,5 @@
-"""liger.patch(model, accumulate_grad_weight=True): micro-batches add to main_grad or grad of the head's weight."""
+"""liger.patch(model, accumulate_grad_weight=True): micro-batches add to main_grad or grad of the head's
+weight."""
 
 import copy
 
@@ -112,7 +113,7 @@ def test_tied_weight_with_a_backward_hook_of_the_head():
 
 
 def test_tied_embedding_that_scales_the_rows():
-    """That of Gemma 3: its forward calls that of nn.Embedding."""
+    """The embedding of Gemma 3: its forward calls nn.Embedding's."""
     from combinations import inputs_of, tiny
 
     given = inputs_of("gemma3_text")

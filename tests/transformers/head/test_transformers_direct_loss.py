@@ -36,8 +36,8 @@ ESM = {
     "max_position_embeddings": 64,
 }
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 64, "suppress_tokens": None}
-# A scaled head, one with a bias of the model, heads in modules with a transform, a bias after the head, the loss by
-# another name or as a module, other inputs, and another name of the vocabulary.
+# A scaled head, one with a bias of the model, heads in modules with a transform, a bias after the head, the
+# loss by another name or as a module, other inputs, and another name of the vocabulary.
 MODELS = {
     "T5ForConditionalGeneration": T5,
     "BartForConditionalGeneration": BART,
@@ -54,7 +54,7 @@ NO_DROPOUT = ("dropout", "dropout_rate", "attention_dropout", "activation_dropou
 
 
 def assert_same_step(ours, theirs):
-    """Not that of tiny_models: the gradient of a bias of keys is nothing but roundings."""
+    """Not the model of tiny_models: the gradient of a bias of keys is nothing but roundings."""
     compare_steps(*((output[0].loss.detach(), output[1]) for output in (ours, theirs)))
 
 
@@ -79,7 +79,8 @@ def make(name):
 
 
 def batch(model):
-    """Other lengths of inputs and labels where the model takes both; three quarters of the labels are ignored."""
+    """Other lengths of inputs and labels where the model takes both; three quarters of the labels are
+    ignored."""
     generator = torch.Generator().manual_seed(3)
     encoder_decoder = model.config.is_encoder_decoder
     labels = torch.randint(4, VOCAB, (2, 7 if encoder_decoder else 11), generator=generator)

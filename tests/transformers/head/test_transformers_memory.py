@@ -1,4 +1,5 @@
-"""Memory that patched models reuse: one gradient for a weight that embedding and head share, the MLP's product."""
+"""Memory that patched models reuse: one gradient for a weight that embedding and head share, the MLP's
+product."""
 
 import copy
 
@@ -50,7 +51,8 @@ def tied(**overrides):
 
 
 def apart(model):
-    """The same model whose embedding has a hook, as those that gather weights have: autograd adds two gradients."""
+    """The same model whose embedding has a hook, as those that gather weights have: autograd adds two
+    gradients."""
     model = twin(model)
     model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: None)
     return model
@@ -107,8 +109,8 @@ def test_shared_weight_like_the_unpatched_model():
 
 
 def test_shared_weight_that_hooks_gather():
-    """As ZeRO-3 does: the weight is there in the calls of embedding and head, and in the backward. Nothing keeps what
-    was gathered for a call."""
+    """As ZeRO-3 does: the weight is there in the calls of embedding and head, and in the backward. Nothing
+    keeps what was gathered for a call."""
     plain = tied()
     model = liger.patch(twin(plain))
     weight, gathered = model.lm_head.weight, []
@@ -166,7 +168,8 @@ def test_calls_in_which_nothing_is_shared(way):
 
 
 def test_only_the_gradient_of_the_head_or_of_the_lookup():
-    """The lookup has none where the hidden states are detached, the head has none where the loss is not used."""
+    """The lookup has none where the hidden states are detached, the head has none where the loss is not
+    used."""
     model = liger.patch(tied())
     hidden = model.model.norm.register_forward_hook(lambda module, args, output: output.detach())
     head = step(model, **batch())[1]
@@ -287,7 +290,7 @@ def test_checkpointing(reentrant):
     assert dense_gradients(model, **batch()) == 0
 
 
-# --- the product of an MLP ------------------------------------------------------------------------------------------
+# --- the product of an MLP ----------------------------------------------------------------------------------
 
 
 def layer_and_input(bias, dtype=torch.float32, device="cpu"):

@@ -1,4 +1,5 @@
-"""Patched experts: recognised by trial, with the losses and gradients of the unpatched model, in less memory."""
+"""Patched experts: recognised by trial, with the losses and gradients of the unpatched model, in less
+memory."""
 
 import copy
 import pickle
@@ -112,7 +113,7 @@ def test_unpatch_copy_and_pickle(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_dtypes_and_autocast(device, dtype):
-    """The dtype of the result is that of the original, and in bfloat16 the error is no larger."""
+    """The result has the dtype of the original, and in bfloat16 the error is no larger."""
     plain = model_of("Mixtral", device, dtype)
     plain.set_experts_implementation("eager")
     module, patched = experts_of(plain)[0], experts_of(liger.patch(twin(plain)))[0]
@@ -202,7 +203,7 @@ def test_compiled_without_recompiles_for_another_routing(device):
     assert counter.frame_count == 1
 
 
-# --- experts_implementation="liger" ---------------------------------------------------------------------------------
+# --- experts_implementation="liger" -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])

@@ -112,11 +112,11 @@ def test_the_plain_form():
         (Unweighted, "an activation that liger has"),
         (OneMoreExpert, "an activation that liger has"),
         (lambda: Experts(nn.ReLU()), "an activation that liger has"),
-        (StoppedActivation, "its gradients are not those of the op"),
-        (StoppedWeights, "its gradients are not those of the op"),
+        (StoppedActivation, "its gradients differ from the op's"),
+        (StoppedWeights, "its gradients differ from the op's"),
         (Dropout, "in training it computes something else"),
         (OwnWeight, "other parameters than two projections"),
-        (lambda: Experts(layout=(10, 8)), "the shapes of its projections"),
+        (lambda: Experts(layout=(10, 8)), "its projections do not have the shapes"),
     ],
 )
 def test_variants_are_left_alone(variant, reason):

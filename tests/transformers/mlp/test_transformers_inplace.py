@@ -1,4 +1,5 @@
-"""Patched MLPs overwrite the outputs of their projections in the backward, unless something else reads them."""
+"""Patched MLPs overwrite the outputs of their projections in the backward, unless something else reads
+them."""
 
 import contextlib
 

@@ -99,7 +99,7 @@ def test_lora(device, calls):
     theirs = step(models[0], **batch(device))
     assert any("lora" in name and "gate_proj" in name for name in ours[1])
     assert_same_step(ours, theirs)
-    # The product is still that of the op: three shards of two layers, and once more in the backward.
+    # The product still comes from the op: three shards of two layers, and once more in the backward.
     assert not calls and ops.full_names.count("liger::swiglu") == 12
 
 

@@ -1,4 +1,5 @@
-"""Residual addition and norm in one op: which decoder layers are replaced, and what of a layer stays as it was."""
+"""Residual addition and norm in one op: which decoder layers are replaced, and what of a layer stays as it
+was."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Patching beside an installed package that cannot be imported: liger imports none that the model does not need."""
+"""Patching beside an installed package that cannot be imported: liger imports none that the model does not
+need."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""Layer norms, squared ReLU, forms of rotary embeddings and weightless norms in architectures of transformers."""
+"""Layer norms, squared ReLU, forms of rotary embeddings and weightless norms in architectures of
+transformers."""
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_one_graph(name):
     assert_same_step((output, grads), step(plain, **batch(), use_cache=False))
 
 
-# --- multimodal models ------------------------------------------------------------------------------------------------
+# --- multimodal models --------------------------------------------------------------------------------------
 
 
 def same_steps(model, plain, inputs):

@@ -1,4 +1,5 @@
-"""What patching touches and what it does not: instances, classes, globals, copies, pickles, and the way back."""
+"""What patching touches and what it does not: instances, classes, globals, copies, pickles, and the way
+back."""
 
 import copy
 import gc
@@ -54,7 +55,7 @@ def snapshot(modeling):
     return names, classes
 
 
-# --- only this model ----------------------------------------------------------------------------------------------
+# --- only this model ----------------------------------------------------------------------------------------
 
 
 def test_unpatch_restores_everything(family):
@@ -158,7 +159,7 @@ def hook_of_the_head(register):
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_hooks_of_the_head_see_logits_and_their_gradient(register, wrapped, caplog):
-    """Also hooks of all modules, and those of PEFT's wrapper for ``modules_to_save``."""
+    """Also hooks of all modules, and hooks of PEFT's wrapper for ``modules_to_save``."""
     loss_call.warn_about_head.cache_clear()
     plain = make("llama")
     if wrapped:
@@ -239,7 +240,7 @@ def test_retained_graph(inplace):
         torch.testing.assert_close(parameter.grad, 2 * grad)
 
 
-# --- copies and files ---------------------------------------------------------------------------------------------
+# --- copies and files ---------------------------------------------------------------------------------------
 
 
 def test_deepcopy_and_pickle_stay_patched(family):
@@ -267,7 +268,8 @@ def test_save_pretrained(tmp_path, family):
 
 
 def _parameters_alive():
-    # By type(): isinstance() would ask weak proxies that other tests left behind, and those of dead objects raise.
+    # By type(): isinstance() would ask weak proxies that other tests left behind, and proxies of dead objects
+    # raise.
     return sum(issubclass(type(o), nn.Parameter) for o in gc.get_objects())
 
 
@@ -281,7 +283,7 @@ def test_no_reference_outlives_the_model():
     assert _parameters_alive() <= before - count
 
 
-# --- models made later --------------------------------------------------------------------------------------------
+# --- models made later --------------------------------------------------------------------------------------
 
 
 def test_models_made_later(family):

@@ -124,7 +124,7 @@ def test_a_forward_that_came_after_the_patch_is_reported():
 @pytest.fixture
 def accelerator():
     accelerate = pytest.importorskip("accelerate")
-    # The settings are those of the process: neither another test's here, nor these in the next test.
+    # The settings belong to the process: neither another test's here, nor these in the next test.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -167,7 +167,7 @@ def test_copies_take_the_reasons_along(tmp_path):
 
 
 def test_patch_in_inference_mode():
-    """The trials need gradients; the report is that of a call outside."""
+    """The trials need gradients; the report comes from a call outside."""
     expected = str(patch_report(liger.patch(make("llama"))))
     with torch.inference_mode():
         assert str(patch_report(liger.patch(make("llama")))) == expected

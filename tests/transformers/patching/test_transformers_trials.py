@@ -1,4 +1,5 @@
-"""Trials look where a module may differ from the op: in training, with large and small numbers, in every layout."""
+"""Trials look where a module may differ from the op: in training, with large and small numbers, in every
+layout."""
 
 import inspect
 
@@ -139,7 +140,7 @@ class Stopped(MLP):
 def test_an_mlp_with_other_gradients_is_left(tiled):
     module = Stopped()
     found = gated_mlp.mlp_to_tile(module, None) if tiled else gated_mlp.mlp(module, GATED, True)
-    assert found == "its gradients are not those of the op"
+    assert found == "its gradients differ from the op's"
 
 
 def test_a_flag_of_the_module_decides():
@@ -197,7 +198,8 @@ def test_heads_that_differ_for_some_numbers_or_in_training_keep_their_loss():
 
     settings = make("llama").config
     assert "changes the logits" in lt.patch_report(liger.patch(Clamped(settings))).left[""]
-    # Dropout before the head is the model's own code, which runs as ever; a trial that sees other logits is careful.
+    # Dropout before the head is the model's own code, which runs as ever; a trial that sees other logits is
+    # careful.
     assert "changes the logits" in lt.patch_report(liger.patch(Dropping(settings))).left[""]
 
 
@@ -243,7 +245,7 @@ def test_an_error_of_one_scale_counts():
         assert trials.error(wrong, exact) == float("inf")
 
 
-# --- architectures of transformers that are so ----------------------------------------------------------------------
+# --- architectures of transformers that are so --------------------------------------------------------------
 
 
 def test_dropout_of_seed_oss_is_kept():
@@ -281,7 +283,7 @@ def test_mlps_of_transformers_that_clamp_are_left(name):
     assert "it does not compute down(" in gated_mlp.mlp(module, GATED, True)
 
 
-# --- layouts of rotary embeddings -----------------------------------------------------------------------------------
+# --- layouts of rotary embeddings ---------------------------------------------------------------------------
 
 
 LAYOUTS = [

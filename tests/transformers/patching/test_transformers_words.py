@@ -1,4 +1,5 @@
-"""What people read: the line of patch, the table of the report, errors of options; the functions of model types."""
+"""What people read: the line of patch, the table of the report, errors of options; the functions of model
+types."""
 
 import logging
 

@@ -1,4 +1,5 @@
-"""Patched models in the eyes of frameworks that wrap layers: classes found by name, outputs cast by a policy."""
+"""Patched models in the eyes of frameworks that wrap layers: classes found by name, outputs cast by a
+policy."""
 
 import functools
 import pickle
@@ -22,7 +23,8 @@ MIXED = {
 
 
 def first_class(model, name):
-    """As accelerate, PEFT and the Trainer find a class: that of the first module with this name of its class."""
+    """As accelerate, PEFT and the Trainer find a class: the class of the first module with this name of its
+    class."""
     return next(type(module) for module in model.modules() if type(module).__name__ == name)
 
 

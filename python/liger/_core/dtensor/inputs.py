@@ -1,7 +1,7 @@
 """DTensors: recognition, and conversion of token dimensions to rows.
 
-``torch.distributed.tensor`` takes half a second to import, so ``import liger`` does not import it. No value can be a
-DTensor before that module is imported, so these functions use it only then.
+``torch.distributed.tensor`` takes half a second to import, so ``import liger`` does not import it. No value
+can be a DTensor before that module is imported, so these functions use it only then.
 """
 
 import functools
@@ -15,15 +15,21 @@ from typing import Any, TypeVar, cast
 _MODULE = "torch.distributed.tensor"
 # The second argument of isinstance: empty until the module is imported.
 _types: tuple[type, ...] = ()
-# {function of a loss: the same of classes that are sharded over processes, or None where that cannot compute a call}.
-# liger.distributed, which is above this package, adds them.
+# {function of a loss: the same of classes that are sharded over processes, or None where that cannot compute
+# a call}. liger.distributed, which is above this package, adds them.
 in_shards: dict[str, Callable[..., Any]] = {}
 _SHARDS = "group", "vocab_start", "vocab_size"
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a ``torch.distributed.tensor.DTensor``. Does not import that module."""
+    """True if a value is a ``torch.distributed.tensor.DTensor``. Does not import that module.
+
+    Example::
+
+        >>> liger.distributed.is_dtensor(torch.zeros(2))
+        False
+    """
     return isinstance(value, _types)
 
 
@@ -43,8 +49,9 @@ def refuse_with_shards(op, shards, **options):
 
 
 def together(main: str, dim: int) -> Callable[[_Callable], _Callable]:
-    """Decorator of a public function: where the caller gives a group, an error on one of its processes, in the checks
-    of the arguments, too, is an error on all of them. Dimension ``dim`` of the argument ``main`` has the classes."""
+    """Decorator of a public function: where the caller gives a group, an error on one of its processes, in
+    the checks of the arguments, too, is an error on all of them. Dimension ``dim`` of the argument ``main``
+    has the classes."""
 
     def decorate(function: _Callable) -> _Callable:
         position = list(inspect.signature(function).parameters).index(main)
@@ -64,8 +71,8 @@ def together(main: str, dim: int) -> Callable[[_Callable], _Callable]:
 
 
 def align_tokens(op, x, target, token_weight, names=("input", "target")):
-    """The arguments of a loss, redistributed so that :func:`flatten_tokens` gives each rank the same rows of each.
-    ``names``: of x and of the target in messages.
+    """The arguments of a loss, redistributed so that :func:`flatten_tokens` gives each rank the same rows of
+    each. ``names``: of x and of the target in messages.
 
     Raises:
         RuntimeError: x is a DTensor, and target or token_weight is not.

@@ -1,4 +1,4 @@
-"""The error about plain tensors beside DTensors."""
+"""The error about plain tensors mixed with DTensors."""
 
 
 class MixedTensors(RuntimeError):

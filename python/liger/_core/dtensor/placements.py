@@ -5,8 +5,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def is_sharded(placement):
-    """Whether each rank has one contiguous block. False for _StridedShard, whose blocks alternate between ranks: other
-    tensors of the call would not be split alike."""
+    """True if each rank has one contiguous block. False for _StridedShard, whose blocks alternate between
+    ranks: other tensors of the call would not be split alike."""
     # Not ``type(placement) is Shard``, which is False for placements traced by Dynamo of torch 2.10.
     return placement.is_shard() and not isinstance(placement, _StridedShard)
 

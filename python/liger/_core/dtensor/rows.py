@@ -1,8 +1,8 @@
 """Conversion between DTensors with any token dimensions and the rows of the loss ops, without communication.
 
-Flattening gives each rank the rows of its own shard, so the order of rows over all ranks differs from that of the whole
-tensor. No loss depends on that order if all tensors with one row per token are flattened alike. :func:`unflatten`
-restores the shape of per-row results.
+Flattening gives each rank the rows of its own shard, so the order of rows over all ranks differs from the
+order in the whole tensor. No loss depends on that order if all tensors with one row per token are flattened
+alike. :func:`unflatten` restores the shape of per-row results.
 """
 
 import torch
@@ -13,8 +13,8 @@ from .placements import dense_strides, restrict_sharding, where_sharded
 
 
 def align(op, x, target, token_weight, names):
-    """(x, target, token_weight) with the same sharding of token dimensions. Where x is sharded along its last dimension
-    or partial, its tokens are sharded instead. ``names``: of x and of the target in messages.
+    """(x, target, token_weight) with the same sharding of token dimensions. Where x is sharded along its last
+    dimension or partial, its tokens are sharded instead. ``names``: of x and of the target in messages.
 
     Raises:
         RuntimeError: a target or token weight that is not a DTensor on the mesh of x.
@@ -41,7 +41,7 @@ def follow(op, x, tokens, target, token_weight, names):
             )
         if other is not None and other.device_mesh != x.device_mesh:
             raise MixedTensors(
-                f"{op}: {name} is on {other.device_mesh}, expected that of {names[0]}, {x.device_mesh}"
+                f"{op}: {name} is on {other.device_mesh}, expected the mesh of {names[0]}, {x.device_mesh}"
             )
         moved.append(None if other is None else other.redistribute(placements=tokens))
     return moved

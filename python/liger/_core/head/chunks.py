@@ -1,10 +1,10 @@
-"""The loop over chunks of an lm_head's logits: ``for at, logits in chunks`` writes the logits of one chunk after the
-other to the same memory. The gradient of the logits overwrites them there, and :meth:`HeadChunks.add` turns it into
-the gradients of the lm_head.
+"""The loop over chunks of an lm_head's logits: ``for at, logits in chunks`` writes the logits of one chunk
+after the other to the same memory. The gradient of the logits overwrites them there, and
+:meth:`HeadChunks.add` turns it into the gradients of the lm_head.
 
-Loops of their own have: the divergences, which need the logits of a teacher beside them; vocabulary-parallel losses,
-whose chunks overlap with an exchange; the Triton kernel of fused_linear_ce, which computes logits before it knows the
-number of valid rows; and the engine of compute capability 9.0.
+Other loops: the divergences also need the logits of a teacher; in vocabulary-parallel losses chunks overlap
+with an exchange; the Triton kernel of fused_linear_ce computes logits before it knows the number of valid
+rows; and the engine of compute capability 9.0 has a loop in C++.
 """
 
 from ..math.computed_rows import computed_rows
@@ -20,7 +20,7 @@ class HeadChunks:
         head: :class:`.lm_head.LMHead`.
         rows: which of them are computed, :class:`.computed_rows.AllRows`.
         gradients: :class:`.lm_head.LMHeadGradients`.
-        chunk_rows: the most rows of a chunk.
+        chunk_rows: the maximum number of rows of a chunk.
         memory: for the logits of a chunk; None: memory that the gradients provide.
     """
 
@@ -33,7 +33,7 @@ class HeadChunks:
     def plan(
         cls, x, target, head, needs_grad, exact, memory_budget, *, skip, total=None, memory=None, engine=False
     ):
-        """Chunks whose logits fit a memory budget.
+        """Chunks with logits that fit a memory budget.
 
         Args:
             target: (N,)
@@ -61,8 +61,8 @@ class HeadChunks:
         return cls(x, head, rows, gradients, chunk_rows if memory is None else x.shape[0], memory)
 
     def __iter__(self):
-        """Of each chunk: (what selects its rows, its logits divided by the temperature). :meth:`add` comes before the
-        next chunk."""
+        """Yields (index of its rows, its logits divided by the temperature) for each chunk. Call :meth:`add`
+        before the next chunk."""
         memory = self._memory
         if memory is None:
             memory = self.gradients.new_logits(min(self._chunk_rows, max(self.rows.count, 1)))
@@ -89,8 +89,9 @@ class HeadChunks:
             self.rows.from_memory(self.gradients.input, at, grad_x)
 
     def add_logprobs(self, target, grad_logprobs, grad_entropy, statistics=None):
-        """Adds the gradients of all chunks, from the gradients of the log-probabilities of targets and, unless None, of
-        the entropies of all rows. ``statistics(at)``: the :class:`.lm_head.RowStatistics` of a chunk, if known."""
+        """Adds the gradients of all chunks, from the gradients of the log-probabilities of targets and,
+        unless None, of the entropies of all rows. ``statistics(at)``: the :class:`.lm_head.RowStatistics` of
+        a chunk, if known."""
         for at, logits in self:
             y, with_entropy = target[at], grad_entropy is not None
             rows = self._head.statistics(logits, y, with_entropy) if statistics is None else statistics(at)

@@ -1,4 +1,5 @@
-"""The row rule of cross entropy in plain torch, shared by cross_entropy and fused_linear_ce (docs/cross_entropy.md)."""
+"""The row rule of cross entropy in plain torch, shared by cross_entropy and fused_linear_ce
+(docs/cross_entropy.md)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,8 @@ from ..op.by_name import options_among
 
 
 def check_targets(op, target, vocab, ignore_index):
-    """Raises RuntimeError for the first target out of range. CPU tensors only: on a GPU it would synchronise."""
+    """Raises RuntimeError for the first target out of range. CPU tensors only: on a GPU it would
+    synchronise."""
     bad = ~ignored_rows(target, ignore_index) & ((target < 0) | (target >= vocab))
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -33,14 +35,16 @@ def check_row_values(op, logits, **values):
 
 
 def check_row_stats(op, logits, stats):
-    """Raises RuntimeError for statistics other than those of the forward: (2, rows), see :class:`RowResults`."""
+    """Raises RuntimeError for statistics that are not from the forward: (2, rows), see
+    :class:`RowResults`."""
     if stats.ndim != 2 or len(stats) != 2:
         raise RuntimeError(f"{op}: stats has shape {tuple(stats.shape)}, expected (2, {logits.shape[0]})")
     check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
 
 
 class CEOptions(NamedTuple):
-    """The options of cross entropy, in the order of the op schemas. The last two are options of a linear layer."""
+    """The options of cross entropy, in the order of the op schemas. The last two are options of a linear
+    layer."""
 
     ce_weight: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
@@ -65,7 +69,7 @@ class CEOptions(NamedTuple):
 
     @property
     def exact(self):
-        """Whether the gradient of the weight is as exact as one float32 sum."""
+        """True if the gradient of the weight is as exact as one float32 sum."""
         return self.accum_dtype in (None, torch.float32)
 
     def check(self, op, logits, target):
@@ -189,8 +193,8 @@ def make_rule(op, dtype, vocab, target, options):
 
 
 def at_original_rows(results, metrics, reduction, index, rows):
-    """Scatters the results of :meth:`RowResults.reduced` for the rows ``index`` (int64) to all ``rows`` rows; the other
-    rows get the values of ignored rows."""
+    """Scatters the results of :meth:`RowResults.reduced` for the rows ``index`` (int64) to all ``rows`` rows;
+    the other rows get the values of ignored rows."""
     per_row = reduction == "none"
     has_rows = (
         per_row, per_row and metrics.z_loss, False, metrics.argmax, metrics.logprobs, metrics.entropy,
@@ -214,16 +218,16 @@ class RowResults:
             return torch.empty(rows if needed else 0, dtype=dtype, device=rule.class_index.device)
 
         self.loss = buffer(True)
-        # (2, rows): the maximum of the capped logits z, and the sum of exp(z - maximum). The log-sum-exp is rounded
-        # where logits are large.
+        # (2, rows): the maximum of the capped logits z, and the sum of exp(z - maximum). The log-sum-exp is
+        # rounded where logits are large.
         self.stats = self.loss.new_empty(2, rows)
         self.z_loss = buffer(metrics.z_loss)
         self.predicted = buffer(metrics.argmax or metrics.token_accuracy, torch.int64)
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
     def fill(self, block, logits):
-        """Computes the results of rows ``block``; returns the capped logits z and exp(z - their maximum), whose memory
-        the next block reuses."""
+        """Computes the results of rows ``block``; returns the capped logits z and exp(z - their maximum),
+        whose memory the next block reuses."""
         rule, metrics = self.rule, self.metrics
         valid = rule.valid[block]
         z = rule.capped(logits)
@@ -259,8 +263,8 @@ class RowResults:
     def fill_from(self, block, largest, total, target, cost):
         """Loss, z-loss and log-probabilities of rows ``block``.
 
-        ``largest``: of their logits z. ``total``: ``sum(exp(z - largest))``. ``target``: the logit of the target.
-        ``cost``: ``sum(w * (lse - z))`` if labels are smoothed.
+        ``largest``: of their logits z. ``total``: ``sum(exp(z - largest))``. ``target``: the logit of the
+        target. ``cost``: ``sum(w * (lse - z))`` if labels are smoothed.
         """
         rule, metrics = self.rule, self.metrics
         valid, has_class, weight = rule.valid[block], rule.has_class[block], rule.weight[block]
@@ -311,8 +315,8 @@ class RowResults:
 
 
 def gradient_weights(rule, block, largest, total):
-    """Coefficients in the gradient of a row with logits z: (of exp(z - largest), of the one-hot target), each per row,
-    and of the class weights, one number."""
+    """Coefficients in the gradient of a row with logits z: (of exp(z - largest), of the one-hot target), each
+    per row, and of the class weights, one number."""
     weight, smoothing = rule.weight[block], rule.label_smoothing
     hard = (1.0 - smoothing) * weight
     scale = hard + smoothing / rule.vocab * rule.class_weight_sum
@@ -332,7 +336,7 @@ def row_gradient(rule, block, z, stats, upstream, exp=None, out=None):
     """d(loss)/d(logits) of rows ``block`` in the accumulation dtype, from their capped logits z.
 
     Args:
-        stats: those of :class:`RowResults` of these rows.
+        stats: the statistics of these rows from :class:`RowResults`.
         upstream: the gradient with respect to the loss of each row, or one scalar for all rows.
         exp: ``exp(z - largest)``, which is overwritten, or None.
         out: memory for the gradient, in the accumulation dtype, or None.

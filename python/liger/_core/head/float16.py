@@ -1,8 +1,8 @@
 """Gradients of an lm_head in float16, from gradients of the logits in float16 with a scale.
 
-The gradient of a logit is at most a probability divided by the number of tokens: in float16 it would underflow or lose
-most of its bits. It is therefore multiplied by a power of two, a loss scale. The GEMMs accumulate in float32, and their
-results are divided by the scale before they are rounded.
+The gradient of a logit is at most a probability divided by the number of tokens: in float16 it would
+underflow or lose most of its bits. It is therefore multiplied by a power of two, a loss scale. The GEMMs
+accumulate in float32, and their results are divided by the scale before they are rounded.
 """
 
 import torch
@@ -11,12 +11,14 @@ from ..math.matmul import product
 from ..math.row_blocks import row_blocks
 from .lm_head import LMHeadGradients
 
-# The largest gradient of a logit is about the largest row weight; with a reverse KL up to a hundred times that.
+# The largest gradient of a logit is about the largest row weight; with a reverse KL up to a hundred times
+# that.
 _LARGEST_EXPONENT = 8
 
 
 def scale_of(weights):
-    """() a power of two in the dtype of ``weights``, the (rows,) factors of the row losses. No synchronisation."""
+    """() a power of two in the dtype of ``weights``, the (rows,) factors of the row losses. No
+    synchronisation."""
     if weights.numel() == 0:
         return weights.new_ones(())
     exponent = (_LARGEST_EXPONENT - torch.frexp(weights.abs().amax()).exponent).clamp(-100, 100)

@@ -1,9 +1,9 @@
 """An lm_head with logits in float32, and its gradients: ``logits_dtype=torch.float32``.
 
-The logits of a chunk are float32 on every backend, as exact as IEEE float32 (:mod:`.float32_matmul`), and so are the
-probabilities of the backward. Where hidden states and weight have one 16-bit dtype, the finished gradient of the logits
-is rounded once to that dtype, as an operand of the GEMMs of both gradients. With a float32 weight nothing is rounded
-but the results.
+The logits of a chunk are float32 on every backend, as exact as IEEE float32 (:mod:`.float32_matmul`), and so
+are the probabilities of the backward. Where hidden states and weight have one 16-bit dtype, the finished
+gradient of the logits is rounded once to that dtype, as an operand of the GEMMs of both gradients. With a
+float32 weight nothing is rounded but the results.
 """
 
 import torch
@@ -39,8 +39,8 @@ class Float32LMHeadGradients(LMHeadGradients):
         self._rounded = None
 
     def new_logits(self, rows):
-        """float32 memory for rows of logits. Their rounded gradient has memory of its own, that of the weight gradient
-        if its sum is a separate buffer."""
+        """float32 memory for rows of logits. Their rounded gradient has memory of its own: the memory of the
+        weight gradient if its sum is a separate buffer."""
         if self._narrow and any(self.needs_grad):
             self._rounded = super().new_logits(rows)
         return float32_logits(self.head_weight, rows)
@@ -59,8 +59,8 @@ class Float32LMHeadGradients(LMHeadGradients):
             self.bias += dlogits.sum(0)
 
     def _add_scaled(self, x, dlogits, rounded, grad_x, ignored):
-        """The gradient of a logit is at most a probability divided by the number of tokens, which underflows in
-        float16: it is multiplied by a power of two, and the products of the chunk are divided by it."""
+        """The gradient of a logit is at most a probability divided by the number of tokens, which underflows
+        in float16: it is multiplied by a power of two, and the products of the chunk are divided by it."""
         largest = torch.linalg.vector_norm(dlogits, torch.inf)
         exponent = (_LARGEST_EXPONENT - torch.frexp(largest).exponent).clamp(-100, 100)
         scale = torch.ldexp(largest.new_ones(()), exponent.to(largest.dtype))

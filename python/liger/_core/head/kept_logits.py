@@ -1,8 +1,10 @@
-"""What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
+"""The forward of fused_linear_logprobs keeps logits or exponentials for its backward, which then skips a
+GEMM.
 
-``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: those of all rows, as the
-wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: those of all rows, in the dtype of the
-hidden states or in float32 as ``logits_dtype`` says, on any device and with every option. Both save one GEMM.
+``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: the exponentials
+of all rows, as the wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: the logits
+of all rows, in the dtype of the hidden states or in float32 as ``logits_dtype`` says, on any device and with
+every option. Both save one GEMM.
 """
 
 import torch
@@ -33,7 +35,7 @@ def _engine_is_chosen():
 
 @constant_in_compiled_code
 def _device_has_engine(device_index):
-    """Whether the wgmma engine can run on this device."""
+    """True if the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
         return False
     return torch.ops.liger_sm90.takes_logprobs.default(
@@ -52,13 +54,13 @@ def budget_or_default(memory_budget):
 
 
 def sizes_for_engine(rows, hidden):
-    """Whether the wgmma engine takes these sizes, with any number of classes."""
+    """True if the wgmma engine takes these sizes, with any number of classes."""
     return rows >= ENGINE.min_rows and hidden % ENGINE.hidden_unit == 0
 
 
 def engine_can(input, weight, bias, softcap, float32_logits=False):
-    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, but
-    the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
+    """True if the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a
+    logit, but the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
     if float32_logits or not input.is_cuda or input.dtype not in ENGINE_DTYPES or weight.dtype != input.dtype:
         return False
     if bias is not None or softcap is not None:
@@ -67,16 +69,17 @@ def engine_can(input, weight, bias, softcap, float32_logits=False):
 
 
 def engine_takes(input, weight, bias, softcap, float32_logits=False):
-    """Whether it does: it belongs to the cuda backend of fused_linear_ce."""
+    """True if the engine computes the log-probabilities: it belongs to the cuda backend of
+    fused_linear_ce."""
     return _engine_is_chosen() and engine_can(input, weight, bias, softcap, float32_logits)
 
 
 def choose(input, weight, bias, softcap, memory_budget, recompute, float32_logits=False):
-    """What to keep of a call with a backward.
+    """Chooses what a call with a backward keeps.
 
     Args:
-        recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget. Not
-            logits, because their GEMM computes ignored rows, too.
+        recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget.
+            Not logits, because their GEMM also computes ignored rows.
     """
     if recompute or is_dtensor(input) or is_dtensor(weight):
         return NOTHING
@@ -112,8 +115,8 @@ def _kept_dtype(keep, input, logits_dtype):
 def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     """Shapes of (logits or exponentials, numbers of each row).
 
-    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
-    are its largest logit z, the sum of exp(logit - z), and its entropy if that is known.
+    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of
+    a row are its largest logit z, the sum of exp(logit - z), and its entropy if that is known.
     """
     (rows, _), vocab = input.shape, weight.shape[0]
     if keep == EXPONENTIALS:
@@ -126,7 +129,8 @@ def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
 
 
 def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy, logits_dtype):
-    """Raises RuntimeError if a backward gets other shapes, or another dtype, than those that its forward has kept."""
+    """Raises RuntimeError if a backward gets other shapes, or another dtype, than those that its forward has
+    kept."""
     if keep == NOTHING:
         return
     shapes = _kept_shapes(keep, input, weight, with_entropy, logits_dtype)

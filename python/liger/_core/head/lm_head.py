@@ -1,6 +1,7 @@
 """The lm_head, a linear layer from hidden states to classes, computed in chunks of rows.
 
-A loss that depends on the logits z of a row only through the log-probability of the target and the entropy H has
+A loss that depends on the logits z of a row only through the log-probability of the target and the entropy H
+has
 
     dL/dz[v] = g * ([v is the target] - p[v]) - h * p[v] * (log p[v] + H),    g = dL/dlogp, h = dL/dH
 
@@ -21,8 +22,8 @@ from .sm90_plan import LinearBackwardPlan
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of rows of logits z, (rows,) each. entropy and argmax are empty unless requested. Ignored rows have
-    log-probability 0, entropy 0 and argmax -1."""
+    """Statistics of rows of logits z, (rows,) each. entropy and argmax are empty unless requested. Ignored
+    rows have log-probability 0, entropy 0 and argmax -1."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -52,19 +53,20 @@ class HeadOptions(NamedTuple):
 
     @property
     def exact(self):
-        """Whether the gradient of the weight is as exact as one float32 sum."""
+        """True if the gradient of the weight is as exact as one float32 sum."""
         return self.accum_dtype in (None, torch.float32)
 
     @property
     def float32(self):
-        """Whether logits are float32."""
+        """True if logits are float32."""
         return self.logits_dtype is not None
 
     def head(self, weight, bias):
         return LMHead(weight, bias, *self.of_logits, self.float32)
 
     def check(self, op, input, weight, target, bias):
-        """Raises RuntimeError for mismatched shapes, dtypes or devices, ValueError for a temperature out of range."""
+        """Raises RuntimeError for mismatched shapes, dtypes or devices, ValueError for a temperature out of
+        range."""
         check(op, "temperature", self.temperature, POSITIVE)
         # The check of fused_linear_ce has the same conditions.
         torch.ops.liger.check_fused_linear_ce(
@@ -76,8 +78,8 @@ class HeadOptions(NamedTuple):
 class LMHead(NamedTuple):
     """The projection from hidden states to classes, with the temperature and softcap of its logits.
 
-    With ``float32_logits`` :meth:`write_logits` writes float32 as exact as IEEE arithmetic, and the weight and bias may
-    be float32 with hidden states of 16 bits.
+    With ``float32_logits`` :meth:`write_logits` writes float32 as exact as IEEE arithmetic, and the weight
+    and bias may be float32 with hidden states of 16 bits.
     """
 
     weight: torch.Tensor
@@ -92,8 +94,8 @@ class LMHead(NamedTuple):
         return None if self.softcap is None else self.softcap / self.temperature
 
     def write_logits(self, x, out):
-        """Writes the logits divided by the temperature, before the softcap. The GEMM includes the division, so logits
-        are rounded once."""
+        """Writes the logits divided by the temperature, before the softcap. The GEMM includes the division,
+        so logits are rounded once."""
         write = write_float32_linear if self.float32_logits else write_linear
         write(x, self.weight, self.bias, out, 1.0 / self.temperature)
 
@@ -106,8 +108,8 @@ class LMHead(NamedTuple):
         return RowStatistics(logprobs, entropies, predicted, stats)
 
     def metrics(self, logits, target, log_sum_sq_probs, mean_logits):
-        """(log of the sum over classes of the squared probabilities, mean over classes of the logits) of a chunk of
-        logits, (rows,) each; None unless requested. 0 in ignored rows."""
+        """(log of the sum over classes of the squared probabilities, mean over classes of the logits) of a
+        chunk of logits, (rows,) each; None unless requested. 0 in ignored rows."""
         stats = torch.ops.liger.cross_entropy_stats.default(
             logits, target, None, 0, self.ignore_index, self._cap, mean_logits, log_sum_sq_probs
         )
@@ -119,8 +121,8 @@ class LMHead(NamedTuple):
     def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None, vocab_start=0):
         """Overwrites logits with the gradient of ``x @ weight.T + bias``.
 
-        ``rows`` are their statistics. ``vocab_start`` is the first class of a shard of the classes; the statistics are
-        those of all classes then.
+        ``rows`` are their statistics. ``vocab_start`` is the first class of a shard of the classes; then the
+        statistics are over all classes.
         """
         neg_grad = grad_logprob * (-1.0 / self.temperature)
         largest, total = rows.stats
@@ -146,10 +148,10 @@ class LMHead(NamedTuple):
 
 
 class LMHeadGradients:
-    """The gradients of a linear layer from those of its logits, chunk by chunk.
+    """The gradients of a linear layer from the gradients of its logits, chunk by chunk.
 
-    ``total``: a float32 sum that gets the gradient of the weight added, instead of a new tensor with it. Without
-    :meth:`finish`.
+    ``total``: a float32 sum that gets the gradient of the weight added, instead of a new tensor with it.
+    Without :meth:`finish`.
     """
 
     def __init__(self, x, weight, bias, needs_grad, chunks, exact, total=None):
@@ -169,10 +171,11 @@ class LMHeadGradients:
             self.sum, self.chunks_added = total, 1
 
     def new_logits(self, rows):
-        """Memory for rows of logits: the weight gradient's, if its sum is a separate buffer and it is large enough."""
+        """Memory for rows of logits: the weight gradient's, if its sum is a separate buffer and it is large
+        enough."""
         classes = self.head_weight.shape[0]
-        # Tensor cores need rows that start at multiples of 16 bytes. Not on a CPU: its 16-bit GEMMs may read the
-        # padding between rows, and zero times NaN is NaN.
+        # Tensor cores need rows that start at multiples of 16 bytes. Not on a CPU: its 16-bit GEMMs may read
+        # the padding between rows, and zero times NaN is NaN.
         per_16_bytes = 16 // self.weight.element_size() if self.weight.is_cuda else 1
         stride = -(-classes // per_16_bytes) * per_16_bytes
         in_grad_weight = self.separate_sum and rows * stride <= self.weight.numel()
@@ -182,17 +185,18 @@ class LMHeadGradients:
         return memory.view(rows, stride)[:, :classes]
 
     def new_logits_with_aux(self, rows, aux_rows):
-        """(memory for the logits of a chunk of ``rows`` rows or of a longer first chunk, auxiliary rows of logits).
-        :meth:`add` may overwrite the auxiliary rows."""
+        """(memory for the logits of a chunk of ``rows`` rows or of a longer first chunk, auxiliary rows of
+        logits). :meth:`add` may overwrite the auxiliary rows."""
         memory = self.new_logits(rows + aux_rows)
         return memory[:rows], memory[rows:]
 
     def unwritten_weight_rows(self):
-        """The memory of the weight gradient as rows of logits, before the first :meth:`add`; None if it is in use."""
+        """The memory of the weight gradient as rows of logits, before the first :meth:`add`; None if it is in
+        use."""
 
     def _valid_rows(self, x, ignored, grad_x):
-        """x with zeros in ignored rows, for the weight gradient. The copy uses the memory of the gradient of x, which
-        is written later, if that gradient is needed."""
+        """x with zeros in ignored rows, for the weight gradient. The copy uses the memory of the gradient of
+        x, which is written later, if that gradient is needed."""
         need_input, need_weight, _ = self.needs_grad
         return without_ignored(x, ignored, grad_x if need_input else None) if need_weight else x
 
@@ -225,8 +229,8 @@ class LMHeadGradients:
 
 
 class Sm90LMHeadGradients(LMHeadGradients):
-    """The same by the wgmma GEMMs of compute capability 9.0. The weight gradient is accumulated in its own memory, as
-    exactly as in float32.
+    """The same by the wgmma GEMMs of compute capability 9.0. The weight gradient is accumulated in its own
+    memory, as exactly as in float32.
 
     Attributes:
         layout: :class:`LinearBackwardPlan`.
@@ -298,8 +302,8 @@ class Sm90LMHeadGradients(LMHeadGradients):
 def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None, rows=None):
     """(rows of a chunk, number of chunks) from the planner of all lm_head ops.
 
-    ``element_size``: bytes of the chunk per logit, by default those of an element of the input. ``rows``: how many rows
-    of the input are computed, by default all.
+    ``element_size``: bytes of the chunk per logit, by default the size of an element of the input. ``rows``:
+    how many rows of the input are computed, by default all.
     """
     (all_rows, hidden), vocab, size = input.shape, weight.shape[0], element_size or input.element_size()
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(

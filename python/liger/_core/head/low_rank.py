@@ -1,8 +1,9 @@
-"""The low-rank term of an lm_head with adapters (LoRA): logits ``x W^T + down B^T`` with ``down = scale * x A^T``.
+"""The low-rank term of an lm_head with adapters (LoRA): logits ``x W^T + down B^T`` with
+``down = scale * x A^T``.
 
-Nothing of the size of the weight is allocated: the term is added to a chunk of logits, and the gradients of its factors
-are products with the gradient of that chunk. ``W + scale * B A`` would be a second weight, which in bfloat16 rounds
-small updates away, and ``[W, B]`` would be a copy.
+Nothing of the size of the weight is allocated: the term is added to a chunk of logits, and the gradients of
+its factors are products with the gradient of that chunk. ``W + scale * B A`` would be a second weight, which
+in bfloat16 rounds small updates away, and ``[W, B]`` would be a copy.
 """
 
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from ..op.arguments import check_device, check_floating, check_shape, wrong_shap
 
 
 def check_factors(op, names, input, weight, lora_a, lora_b):
-    """Raises RuntimeError unless lora_a (r, H), which may be None, and lora_b (V, r) fit input (..., H) and weight
-    (V, H).
+    """Raises RuntimeError unless lora_a (r, H), which may be None, and lora_b (V, r) fit input (..., H) and
+    weight (V, H).
 
     ``names``: of input and weight in the public function.
     """
@@ -31,7 +32,7 @@ def check_factors(op, names, input, weight, lora_a, lora_b):
     check_floating(op, "lora_a", lora_a)
     check_device(op, "lora_a", lora_a, names[0], input)
     if lora_a.shape != (lora_b.shape[1], weight.shape[1]):
-        expected = f"(r, hidden), {(lora_b.shape[1], weight.shape[1])}: r is that of lora_b"
+        expected = f"(r, hidden), {(lora_b.shape[1], weight.shape[1])}: r is the last dimension of lora_b"
         raise wrong_shape(op, "lora_a", lora_a, expected)
 
 
@@ -49,7 +50,7 @@ def check_low_rank(op, input, weight, lora_a, lora_b, down):
 
 
 class LowRank(NamedTuple):
-    """The factors in the dtype of the products: that of the hidden states, or float32."""
+    """The factors in the dtype of the products: the dtype of the hidden states, or float32."""
 
     lora_a: torch.Tensor | None
     lora_b: torch.Tensor
@@ -87,7 +88,7 @@ class LowRankGradients:
 
     Args:
         low_rank: :class:`LowRank`.
-        factors: (lora_a, lora_b, down) as the op got them; their dtypes are those of the results.
+        factors: (lora_a, lora_b, down) as the op got them; the results have their dtypes.
         rows: N.
         needs_grad: of the factors.
     """

@@ -1,7 +1,8 @@
-"""A float32 sum of the gradients of a weight over micro-batches, to which a backward adds without a temporary.
+"""A float32 sum of the gradients of a weight over micro-batches, to which a backward adds without a
+temporary.
 
-The sum is ``weight.main_grad`` (as Megatron-LM and Apex name it) or ``weight.grad``. The backward of an lm_head adds to
-it directly, so autograd gets no gradient of the weight.
+The sum is ``weight.main_grad`` (as Megatron-LM and Apex name it) or ``weight.grad``. The backward of an
+lm_head adds to it directly, so autograd gets no gradient of the weight.
 """
 
 import torch
@@ -29,8 +30,8 @@ class WeightGradientSum:
         weight: a leaf that requires grad.
 
     Raises:
-        RuntimeError: a weight whose gradient autograd, hooks or a sharding framework must see, or that has no place
-            for a float32 gradient.
+        RuntimeError: autograd, hooks or a sharding framework must see the gradient of the weight, or it has
+            no place for a float32 gradient.
     """
 
     def __init__(self, op, name, weight):
@@ -88,8 +89,9 @@ class WeightGradientSum:
         return what, main_grad
 
     def check_memory(self, others):
-        """Raises RuntimeError if two elements of the sum have one place in memory, or if it shares memory with the
-        weight or one of ``others``, tensors or None by argument: the backward writes the sum while it reads them."""
+        """Raises RuntimeError if two elements of the sum have one place in memory, or if it shares memory
+        with the weight or one of ``others``, tensors or None by argument: the backward writes the sum while
+        it reads them."""
         what, main_grad = self._check_buffer()
         if main_grad is None or not may_write_inputs(main_grad, self.weight, *others.values()):
             return  # Tracers have no memory to compare.
@@ -120,13 +122,15 @@ class WeightGradientSum:
         return main_grad
 
     def mark_added(self):
-        # Megatron-LM sets the attribute to False, and adds weight.grad to main_grad unless it is True afterwards.
+        # Megatron-LM sets the attribute to False, and adds weight.grad to main_grad unless it is True
+        # afterwards.
         if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
 
 
 class _accumulate_grad_weight(torch.autograd.Function):
-    """The identity of some tensors. Its backward adds the gradient of a weight to a :class:`WeightGradientSum`.
+    """The identity of some tensors. Its backward adds the gradient of a weight to a
+    :class:`WeightGradientSum`.
 
     It has the name of the option, which torch.jit.save prints when it refuses a traced call of it.
     """
@@ -137,7 +141,7 @@ class _accumulate_grad_weight(torch.autograd.Function):
         ctx.saved = len(tensors) - count
         ctx.save_for_backward(weight, *tensors[count:])
         ctx.set_materialize_grads(False)
-        # Not views: those of a Function cannot be written in place, as in ``loss /= steps``.
+        # Not views: a view that a Function returns cannot be written in place, as in ``loss /= steps``.
         return tuple(t.clone() for t in tensors[:count])
 
     @staticmethod
@@ -157,13 +161,14 @@ class _accumulate_grad_weight(torch.autograd.Function):
 
 @torch.compiler.disable(reason="liger: accumulate_grad_weight adds to weight.main_grad or weight.grad")
 def add_in_backward(op, name, weight, add, outputs, saved, names=()):
-    """``outputs``, whose backward also calls ``add(total, weight, saved, gradients of outputs)`` without autograd.
+    """``outputs``; their backward also calls ``add(total, weight, saved, gradients of outputs)`` without
+    autograd.
 
     Args:
         op, name, weight: as in :class:`WeightGradientSum`.
         outputs: results that were computed with the detached weight.
         saved: tensors that ``add`` needs, or None.
-        names: the arguments whose memory the first of ``saved`` may have.
+        names: the arguments that the first of ``saved`` may share memory with.
     """
     sum_of = WeightGradientSum(op, name, weight)
     sum_of.check_memory(dict(zip(names, saved, strict=False)))

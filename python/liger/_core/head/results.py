@@ -18,8 +18,15 @@ class CrossEntropyOutput(NamedTuple):
         z_loss: the part of the loss that ``lse_square_scale`` adds; shape and dtype of the loss.
         token_accuracy: (), the fraction of valid rows whose most probable class is the target.
         argmax: the shape of the target, int64: the most probable class; -1 in ignored rows.
-        logprobs: the shape of the target, dtype of the loss: log-probability of the target; 0 in ignored rows.
+        logprobs: the shape of the target, dtype of the loss: log-probability of the target; 0 in ignored
+            rows.
         entropy: the shape of the target, dtype of the loss: entropy of each row in nats; 0 in ignored rows.
+
+    Example::
+
+        >>> output = liger.cross_entropy(logits, target, metrics=("token_accuracy",))
+        >>> isinstance(output, liger.CrossEntropyOutput), output.token_accuracy.shape
+        (True, torch.Size([]))
     """
 
     loss: torch.Tensor
@@ -73,7 +80,8 @@ def fake_gradients(arguments):
 
 
 def output_like(tokens, reduction, metrics, results):
-    """The results of a forward op as the public functions return them: the loss, or a :class:`CrossEntropyOutput`.
+    """The results of a forward op as the public functions return them: the loss, or a
+    :class:`CrossEntropyOutput`.
 
     Per-row results get the shape of ``tokens``, a :class:`.loss_rows.Tokens`.
     """

@@ -14,10 +14,10 @@ class EngineConstants(NamedTuple):
     """Sizes of csrc/lm_head/sm90/sizes.h.
 
     ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows. A tile has
-    ``tile_rows`` rows, those of a cluster ``cluster_rows``; the logits GEMM has tiles of ``logits_tile`` classes, each
-    with a sum per row, and writes panels of ``panel`` classes. ``kept_numbers`` float32 numbers of a row are kept for
-    the backward of log-probabilities; the ranks of a sharded vocabulary exchange ``rank_numbers`` of a row.
-    ``grad_*_widths``: the columns that tiles of a gradient can have.
+    ``tile_rows`` rows, the tiles of a cluster have ``cluster_rows``; the logits GEMM has tiles of
+    ``logits_tile`` classes, each with a sum per row, and writes panels of ``panel`` classes. ``kept_numbers``
+    float32 numbers of a row are kept for the backward of log-probabilities; the ranks of a sharded vocabulary
+    exchange ``rank_numbers`` of a row. ``grad_*_widths``: the columns that tiles of a gradient can have.
     """
 
     hidden_unit: int
@@ -57,9 +57,10 @@ class PlannedChunk(NamedTuple):
 class LinearCePlan(NamedTuple):
     """The chunks of rows, and the layout of the weight gradient's memory and of the panel workspace.
 
-    The exponentials of the first ``rows_in_grad_weight`` rows use the memory of the weight gradient, all others the
-    panel workspace, of ``workspace_panel_bytes`` per panel of 128 classes. From the second chunk on a panel starts with
-    ``scale_bytes`` of block scales. Both buffers are longer by ``panel_offset`` panels.
+    The exponentials of the first ``rows_in_grad_weight`` rows use the memory of the weight gradient, all
+    others the panel workspace, of ``workspace_panel_bytes`` per panel of 128 classes. From the second chunk
+    on a panel starts with ``scale_bytes`` of block scales. Both buffers are longer by ``panel_offset``
+    panels.
     """
 
     rows_in_grad_weight: int
@@ -81,8 +82,8 @@ class LinearCePlan(NamedTuple):
 class LinearBackwardPlan(NamedTuple):
     """The plan of a loss whose dlogits is a matrix of its own; sizes in rows and bytes.
 
-    ``slice_rows`` rows of a chunk have auxiliary logits at a time. ``first_*`` belong to the first chunk, which has at
-    least ``chunk_rows`` rows.
+    ``slice_rows`` rows of a chunk have auxiliary logits at a time. ``first_*`` belong to the first chunk,
+    which has at least ``chunk_rows`` rows.
     """
 
     first_rows: int
@@ -96,7 +97,7 @@ class LinearBackwardPlan(NamedTuple):
 
 
 def plan_chunks_sm90(*problem, **options):
-    """:class:`LinearCePlan` of ``torch.ops.liger.plan_chunks_sm90``; without chunks if the engine cannot run the
-    call."""
+    """:class:`LinearCePlan` of ``torch.ops.liger.plan_chunks_sm90``; without chunks if the engine cannot run
+    the call."""
     first, rows, k_splits, *header = torch.ops.liger.plan_chunks_sm90(*problem, **options)
     return LinearCePlan(*header, tuple(map(PlannedChunk, first, rows, k_splits)))

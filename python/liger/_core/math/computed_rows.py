@@ -1,8 +1,8 @@
-"""Which rows of a batch an lm_head computes: all, or those that are not ignored.
+"""The rows of a batch that an lm_head computes: all, or all that are not ignored.
 
-Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a chunk in a
-tensor of all rows: a slice of all, or an index of valid rows. ``tensor[at]`` is a view of the one and a copy of the
-other, and so the two differ in where a gradient of the hidden states is written.
+Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a
+chunk in a tensor of all rows: a slice of all, or an index of valid rows. ``tensor[at]`` is a view of the one
+and a copy of the other, and so the two differ in where a gradient of the hidden states is written.
 """
 
 import torch
@@ -37,11 +37,11 @@ class AllRows:
         self._target, self._ignore_index, self._any_ignored = target, ignore_index, any_ignored
 
     def at(self, chunk):
-        """What selects a slice of the computed rows in a tensor of all rows."""
+        """The index of a slice of the computed rows in a tensor of all rows."""
         return chunk
 
     def chunks(self, rows, memory):
-        """Of each chunk of so many of these rows: what selects them, and their rows of the memory for logits."""
+        """Yields (index of its rows, its part of the memory for logits) for each chunk of ``rows`` rows."""
         for chunk in row_chunks(self.count, rows):
             yield self.at(chunk), memory[: chunk.stop - chunk.start]
 
@@ -57,7 +57,7 @@ class AllRows:
         """Writes zeros to the rows of a gradient that are not computed."""
 
     def memory(self, gradient, at, x):
-        """Memory for the gradient of a chunk of which the input has the rows x."""
+        """Memory for the gradient of the rows x of a chunk."""
         return gradient[at]
 
     def from_memory(self, gradient, at, memory):
@@ -69,7 +69,7 @@ class AllRows:
 
 
 class ValidRows(AllRows):
-    """The rows with these indices are computed, of which no row is ignored."""
+    """Only the rows with these indices are computed. None of them is ignored."""
 
     def __init__(self, index):
         self.count, self.index = index.numel(), index
@@ -96,8 +96,8 @@ class ValidRows(AllRows):
 def computed_rows(target, ignore_index, skip):
     """:class:`AllRows`, or with ``skip`` :class:`ValidRows` if some row is ignored.
 
-    With ``skip`` the host waits for the device to count the rows, except under CUDA graph capture, where all rows are
-    computed. So the caller first launches and allocates what does not depend on the number.
+    With ``skip`` the host waits for the device to count the rows, except under CUDA graph capture, where all
+    rows are computed. The caller therefore first launches and allocates what does not depend on the number.
     """
     if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         index = (~ignored_rows(target, ignore_index)).nonzero().squeeze(1)

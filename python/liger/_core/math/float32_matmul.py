@@ -1,10 +1,10 @@
-"""Products of matrices as exact as in IEEE float32, whatever the process allows for float32 matrix products (TF32 on a
-GPU, bfloat16 in oneDNN on a CPU).
+"""Products of matrices as exact as in IEEE float32, whatever the process allows for float32 matrix products
+(TF32 on a GPU, bfloat16 in oneDNN on a CPU).
 
-GEMMs of 16-bit operands sum exact products in float32. An operand in float32 is the sum of three bfloat16 numbers of 8
-bits each, so on a GPU a product with it is three GEMMs of bfloat16, and one of two such operands is six: tensor cores
-take a fraction of the time of float32 arithmetic, and no setting for TF32 applies. What the six leave out is below
-2^-26 of a product.
+GEMMs of 16-bit operands sum exact products in float32. An operand in float32 is the sum of three bfloat16
+numbers of 8 bits each, so on a GPU a product with it is three GEMMs of bfloat16, and one of two such operands
+is six: tensor cores take a fraction of the time of float32 arithmetic, and no setting for TF32 applies. What
+the six leave out is below 2^-26 of a product.
 """
 
 import torch
@@ -12,8 +12,8 @@ import torch
 from .matmul import product
 from .row_blocks import row_blocks
 
-# Tensor cores truncate as they add, by about 2^-23 of the sum for every 16 terms. Sums of so many terms, which are
-# added to one another with rounding, have a smaller error than a float32 GEMM.
+# Tensor cores truncate as they add, by about 2^-23 of the sum for every 16 terms. Sums of so many terms,
+# which are added to one another with rounding, have a smaller error than a float32 GEMM.
 _GPU_TERMS = 256
 # Elements of a block of the weight: its parts, and what is left of it after each, are 10 bytes per element.
 _GPU_BLOCK = 1 << 24
@@ -24,7 +24,7 @@ def weight_blocks(weight):
     """Slices of classes that bound the size of temporaries: parts of the weight, or its copy in float32."""
     if not weight.is_cuda:
         return row_blocks(weight)
-    # Whole tiles, whose results are aligned.
+    # Whole tiles: their results are aligned.
     step = max(_GPU_BLOCK // max(1, weight.shape[1]) // 128, 1) * 128
     return (slice(i, min(i + step, weight.shape[0])) for i in range(0, weight.shape[0], step))
 
@@ -92,7 +92,7 @@ def _gemm(a, b, out, add, scale):
 
 
 def _cpu_product(a, b, out, add, scale):
-    # Reads the setting for oneDNN alone: that of MKL and OpenBLAS has no effect on float32.
+    # Reads the setting for oneDNN alone: the setting for MKL and OpenBLAS has no effect on float32.
     if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee"):
         return _gemm(a, b, out, add, scale)
     exact = a.double() @ b.double()
@@ -100,7 +100,8 @@ def _cpu_product(a, b, out, add, scale):
 
 
 def write_float32_linear(x, weight, bias, out, scale=1.0):
-    """``out = scale * (x @ weight.T + bias)`` in float32; bias may be None. Each operand has a dtype of its own."""
+    """``out = scale * (x @ weight.T + bias)`` in float32; bias may be None. Each operand has a dtype of its
+    own."""
     if bias is not None:
         out.copy_(bias.float() * scale)
     x = x if x.is_cuda else x.float()

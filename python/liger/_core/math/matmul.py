@@ -1,6 +1,6 @@
 """GEMMs of a linear layer that is computed in chunks of rows.
 
-All use ``out=`` forms, whose operands autocast does not cast.
+All use ``out=`` forms: autocast does not cast their operands.
 """
 
 import torch
@@ -35,8 +35,8 @@ def write_wide_linear(x, weight, bias, out):
 def without_ignored(x, ignored, out=None):
     """x with zeros in ignored rows; x itself if ``ignored`` is None.
 
-    For the weight gradient ``dlogits.T @ x``: the gradient of an ignored row is zero, but zero times an infinite or NaN
-    hidden state is NaN.
+    For the weight gradient ``dlogits.T @ x``: the gradient of an ignored row is zero, but zero times an
+    infinite or NaN hidden state is NaN.
 
     Args:
         x: (rows, H).
@@ -47,8 +47,8 @@ def without_ignored(x, ignored, out=None):
 
 
 def product(a, b, out, add=False):
-    """``out = a @ b``, or ``out += a @ b`` with ``add``, accumulated in the dtype of out, which may be wider than the
-    dtype of a and b."""
+    """``out = a @ b``, or ``out += a @ b`` with ``add``, accumulated in the dtype of out, which may be wider
+    than the dtype of a and b."""
     if out.dtype != a.dtype and a.is_cuda:
         # out_dtype, for 16-bit operands with a float32 result, exists on CUDA only.
         if add:

@@ -8,7 +8,8 @@ _GPU_BLOCK = 1 << 25
 
 
 def row_blocks(x, start=0, stop=None):
-    """Slices that cover rows ``start`` to ``stop`` of x, each with a bounded number of elements or one row."""
+    """Slices that cover rows ``start`` to ``stop`` of x, each with a bounded number of elements or one
+    row."""
     stop = x.shape[0] if stop is None else stop
     row = x[:1].numel()
     elements = _CPU_BLOCK * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BLOCK

@@ -23,7 +23,8 @@ def hooks_of(module: nn.Module) -> Iterable[Mapping[int, Callable[..., Any]]]:
 def first_hook(
     tables: Iterable[Mapping[int, Callable[..., Any]]], besides: tuple[str, ...]
 ) -> Callable[..., Any] | None:
-    """The first hook that no module whose name begins with one of ``besides`` defines; None if there is none."""
+    """The first hook that no module whose name begins with one of ``besides`` defines; None if there is
+    none."""
     for table in tables:
         for hook in table.values():
             while isinstance(hook, functools.partial):

@@ -1,4 +1,5 @@
-"""Which modules are linear layers and nothing else, and which outputs their caller may overwrite."""
+"""Recognition of modules that are linear layers and nothing else, and of outputs that their caller may
+overwrite."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ _KNOWN_PACKAGES = ("peft.tuners.", "bitsandbytes.", "torchao.")
 
 
 def is_forward_of_class(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of the instance is the forward of its class, bound to some instance."""
+    """True if an attribute of the instance is the forward of its class, bound to some instance."""
     return getattr(module.__dict__.get(name), "__func__", None) is type(module).forward
 
 
 def overrides_forward(module: nn.Module) -> bool:
-    """Whether the instance has a forward other than that of its class.
+    """True if the instance has a forward other than its class.
 
     accelerate stores the forward of the class in the instance when it removes its hooks.
     """
@@ -30,7 +31,8 @@ def overrides_forward(module: nn.Module) -> bool:
 
 
 def moves_nothing(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the forward of the instance is accelerate's, and finds weights and x on the device where they belong."""
+    """True if the forward of the instance is accelerate's, and finds weights and x on the device where they
+    belong."""
     hook: Any = getattr(module, "_hf_hook", None)
     forward: Any = module.__dict__.get("forward")
     return (
@@ -44,7 +46,8 @@ def moves_nothing(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def computes_linear_alone(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether ``layer(x)``, without hooks, is ``F.linear`` of its weight and bias: not LoRA, not quantised."""
+    """True if ``layer(x)``, without hooks, is ``F.linear`` of its weight and bias: not LoRA, not
+    quantised."""
     return (
         type(layer).forward is nn.Linear.forward
         and (not overrides_forward(layer) or moves_nothing(layer, x))
@@ -53,7 +56,8 @@ def computes_linear_alone(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def needs_no_call(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether an op may read weight and bias of a layer instead of calling it with x: no LoRA, not quantised, no hooks.
+    """True if an op may read weight and bias of a layer instead of calling it with x: no LoRA, not quantised,
+    no hooks.
 
     Global hooks do not count.
     """
@@ -64,11 +68,11 @@ def needs_no_call(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def caller_owns_output(layer: nn.Module) -> bool:
-    """Whether the caller of a linear layer alone has its output, so that a later backward may overwrite it.
+    """True if the caller of a linear layer alone has its output, so that a later backward may overwrite it.
 
-    False if a forward hook (other than those of ZeRO-3) has seen the output, and for a layer of an unknown class or
-    forward: its backward may read the output, as that of a sigmoid does. False in compiled code, where nothing is
-    written in place.
+    False if a forward hook (other than a hook of ZeRO-3) has seen the output, and for a layer of an unknown
+    class or forward: its backward may read the output, as the backward of a sigmoid does. False in compiled
+    code, where nothing is written in place.
     """
     if torch.compiler.is_compiling() or _global_forward_hooks:
         return False
@@ -92,8 +96,8 @@ def _saves_no_output(layer: Any) -> bool:
 
 
 def _calls_forward_of_class(layer: Any) -> bool:
-    """Whether the forward of the instance is a known one around that of its class: accelerate's, which moves tensors
-    between devices, or that of transformers for tensor parallelism."""
+    """True if the forward of the instance is a known wrapper of its class's forward: accelerate's, which
+    moves tensors between devices, or the wrapper of transformers for tensor parallelism."""
     if is_forward_of_class(layer, "_old_forward"):
         return type(getattr(layer, "_hf_hook", None)).__name__ == "AlignDevicesHook"
     source = getattr(layer.__dict__["forward"], "__module__", None) or ""

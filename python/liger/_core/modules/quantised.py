@@ -6,9 +6,10 @@ from ..dtensor.inputs import is_dtensor
 
 
 def is_quantised(weight: object) -> bool:
-    """Whether a weight is a tensor subclass without data of its own, other than a DTensor; torchao's weights are.
+    """True if a weight is a tensor subclass without data of its own, other than a DTensor; torchao's weights
+    are.
 
-    It has the shape and the dtype of the weight that it stands for, and only linear layers accept it: no op of liger
-    does.
+    It has the shape and the dtype of the weight that it stands for, and only linear layers accept it: no op
+    of liger does.
     """
     return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)

@@ -1,1 +1,1 @@
-"""What every op is made of: argument checks, backends, fakes, autograd, vmap."""
+"""The parts of every op: argument checks, backends, fakes, autograd, vmap."""

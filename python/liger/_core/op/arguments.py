@@ -1,7 +1,8 @@
 """Checks of the arguments of public functions and modules (docs/errors.md).
 
-:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The ops check
-shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name than in the op.
+:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The
+ops check shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name
+than in the op.
 """
 
 import functools
@@ -32,7 +33,8 @@ class Rule(NamedTuple):
         expected: the condition in words, for error messages.
         has_type: a value that fails it raises TypeError.
         in_range: called only with values that have the type, hence ``Any``.
-        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type lacks.
+        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type
+            lacks.
     """
 
     expected: str
@@ -55,13 +57,13 @@ def _is_number(value: object) -> bool:
     return is_real and not isinstance(value, bool)
 
 
-# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where that is
-# subnormal. All comparisons are with integers of any size, which would not always convert to a float.
-_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where
+# that is subnormal. All comparisons are with integers of any size, which would not always convert to a float.
+_MAX, _MIN_NORMAL = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def _beyond_float32(value: Any) -> str:
-    return ", in the range of float32" if _LARGEST < abs(value) < math.inf else ""
+    return ", in the range of float32" if _MAX < abs(value) < math.inf else ""
 
 
 def _beyond_normal_float32(value: Any) -> str:
@@ -93,18 +95,16 @@ FUNCTION = Rule("a function", callable)
 INTEGER = Rule("an integer", _is_integer, lambda v: -(2**63) <= v < 2**63, _beyond_int64)
 COUNT = Rule("a positive integer", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
 BYTES = Rule("a positive number of bytes", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
-FINITE = Rule("a finite value", _is_number, lambda v: -_LARGEST <= v <= _LARGEST, _beyond_float32)
-NOT_NEGATIVE = Rule(
-    "a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _LARGEST, _beyond_float32
-)
+FINITE = Rule("a finite value", _is_number, lambda v: -_MAX <= v <= _MAX, _beyond_float32)
+NOT_NEGATIVE = Rule("a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _MAX, _beyond_float32)
 POSITIVE = Rule(
-    "a positive, finite value", _is_number, lambda v: _LEAST <= v <= _LARGEST, _beyond_normal_float32
+    "a positive, finite value", _is_number, lambda v: _MIN_NORMAL <= v <= _MAX, _beyond_normal_float32
 )
 FRACTION = Rule("a value between 0 and 1", _is_number, lambda v: 0.0 <= v <= 1.0)
 DIVISOR = Rule(
     "a positive, finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or _LEAST <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or _MIN_NORMAL <= v <= _MAX,
     _beyond_normal_float32,
 )
 SIZES = Rule(
@@ -117,19 +117,20 @@ NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(
 ITEMS = Rule(
     "a finite number of at least 0 or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or 0.0 <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or 0.0 <= v <= _MAX,
     _beyond_float32,
 )
 NUMBER_OR_TENSOR = Rule(
     "a finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or -_LARGEST <= v <= _LARGEST,
+    lambda v: _is_tensor(v) or -_MAX <= v <= _MAX,
     _beyond_float32,
 )
 ANYTHING = Rule("anything", lambda v: True)
 GROUP = Rule(
     "a process group",
-    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their rank.
+    # new_group returns NON_GROUP_MEMBER to the processes outside the group, which are refused with their
+    # rank.
     lambda v: (
         torch.distributed.is_available()
         and (
@@ -148,7 +149,8 @@ def names_among(*known: str) -> Rule:
     )
 
 
-# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
+# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of
+# arguments().
 
 # Options of every function with an lm_head.
 HEAD: dict[str, Any] = {
@@ -161,7 +163,7 @@ HEAD: dict[str, Any] = {
 }
 # The low-rank term of an lm_head.
 LORA: dict[str, Any] = {"lora_scale": FINITE}
-# Which classes of the vocabulary a process has.
+# The classes of the vocabulary that a process has.
 SHARDS: dict[str, Any] = {"group": GROUP, "vocab_start": INTEGER, "vocab_size": INTEGER}
 # Options of cross entropy, with and without the lm_head.
 CE_OPTIONS: dict[str, Any] = {
@@ -176,8 +178,8 @@ CE_OPTIONS: dict[str, Any] = {
 
 
 def layout_of(tensor):
-    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided. None for
-    all other tensors."""
+    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided.
+    None for all other tensors."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized:
@@ -206,8 +208,8 @@ def dtype_name(dtype):
 
 
 def check(op, name, value, rule, optional=False):
-    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a tensor of a
-    layout that no op takes; None passes if ``optional``."""
+    """Raises TypeError for a value of another type, ValueError for one out of range, RuntimeError for a
+    tensor of a layout that no op takes; None passes if ``optional``."""
     if value is None and optional:
         return
     if not rule.has_type(value):
@@ -222,11 +224,11 @@ def check(op, name, value, rule, optional=False):
     raise kind(f"{op}: {name} is {described(value)}, expected {expected}{beyond}")
 
 
-# What ops raise for arguments that they cannot take.
+# Exceptions that ops raise for arguments they cannot take.
 _OF_OPS = (TypeError, AttributeError, RuntimeError, ValueError, OverflowError)
-# What torch says about tensors that are not all DTensors on one mesh.
+# Messages of torch about tensors that are not all DTensors on one mesh.
 _OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different mesh|cross-mesh|Cannot find device mesh")
-# What torch 2.10 says, other than by NotImplementedError, about an op without a rule.
+# The message of torch 2.10 about an op without a rule, where it does not raise NotImplementedError.
 _NO_RULE = re.compile("Sharding propagation failed for liger_losses")
 
 
@@ -252,7 +254,7 @@ def check_one_mesh(op, given, raised):
         if is_dtensor(value):
             if value.device_mesh != mesh:
                 raise MixedTensors(
-                    f"{op}: {name} is on {value.device_mesh}, expected that of {first}, {mesh}"
+                    f"{op}: {name} is on {value.device_mesh}, expected the mesh of {first}, {mesh}"
                 ) from raised
         elif value.numel() != 1:
             raise MixedTensors(
@@ -270,21 +272,22 @@ def arguments(
     used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
 ) -> Callable[[_Callable], _Callable]:
-    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the default.
+    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the
+    default.
 
-    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument may be
-    None if that is its default or if ``optional`` names it.
+    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument
+    may be None if that is its default or if ``optional`` names it.
 
     Args:
-        late: check only after the function has raised, to name the argument in the message. For ops whose host time
-            counts; the op itself must refuse everything that the rules refuse. A RuntimeError of the op about an
-            argument that has a rule, such as a number of groups that does not divide the channels, becomes a
-            ValueError.
-        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
-            ranges.
+        late: check only after the function has raised, to name the argument in the message. For ops whose
+            host time counts; the op itself must refuse everything that the rules refuse. A RuntimeError of
+            the op about an argument that has a rule, such as a number of groups that does not divide the
+            channels, becomes a ValueError.
+        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not
+            check their ranges.
 
-    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the
-    function or, for a method, of the class.
+    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of
+    the function or, for a method, of the class.
     """
 
     def decorate(function: _Callable) -> _Callable:
@@ -356,7 +359,7 @@ def arguments(
     return decorate
 
 
-# --- shapes, dtypes and devices -----------------------------------------------------------------------------------
+# --- shapes, dtypes and devices -----------------------------------------------------------------------------
 
 
 def wrong_shape(op, name, tensor, expected):
@@ -387,7 +390,7 @@ def check_device(op, name, tensor, other_name, other):
 def check_like(op, name, tensor, other_name, other):
     """Raises RuntimeError if two tensors differ in dtype or device."""
     if tensor.dtype != other.dtype:
-        raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
+        raise wrong_dtype(op, name, tensor, f"the dtype of {other_name}, {dtype_name(other.dtype)}")
     check_device(op, name, tensor, other_name, other)
 
 
@@ -407,7 +410,8 @@ def check_divisor(op, name, tensor):
 def check_ignore_index(op, name, target, ignore_index):
     """Raises ValueError for an ``ignore_index`` that the dtype of the target cannot hold.
 
-    No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
+    No target has that value, but torch compares in the dtype of the target, where it is the value of another
+    class.
     """
     if -(2**31) <= ignore_index < 2**31 or (target.dtype != torch.int32 and -(2**63) <= ignore_index < 2**63):
         return
@@ -453,7 +457,8 @@ def check_logits_dtype(op, input_name, input, logits_dtype):
 
 
 def check_layer(op, names, input, weight, bias, target=None, float32_weight=False):
-    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public function.
+    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public
+    function.
 
     Args:
         op: the public name.
@@ -466,9 +471,7 @@ def check_layer(op, names, input, weight, bias, target=None, float32_weight=Fals
 
     def check_operand(name, tensor):
         if tensor.dtype != input.dtype and not (float32_weight and tensor.dtype == torch.float32):
-            expected = (
-                f"{'float32 or ' if float32_weight else ''}that of {names.input}, {dtype_name(input.dtype)}"
-            )
+            expected = f"{'float32 or ' if float32_weight else ''}the dtype of {names.input}, {dtype_name(input.dtype)}"
             raise wrong_dtype(op, name, tensor, expected)
         check_device(op, name, tensor, names.input, input)
 
@@ -490,7 +493,8 @@ def check_layer(op, names, input, weight, bias, target=None, float32_weight=Fals
 
 
 def check_classes(op, name, classes, vocab, ignore_index=None):
-    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would synchronise."""
+    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would
+    synchronise."""
     if classes.device.type != "cpu":
         return
     bad = (classes < 0) | (classes >= vocab)
@@ -506,7 +510,7 @@ def check_classes(op, name, classes, vocab, ignore_index=None):
 
 
 def check_given_classes(*arguments):
-    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see the
-    check. The op repeats the check with its own argument names."""
+    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see
+    the check. The op repeats the check with its own argument names."""
     if is_plain_eager_call(arguments[2:3]):
         check_classes(*arguments)

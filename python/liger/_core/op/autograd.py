@@ -1,9 +1,9 @@
 """Autograd formulas of ops, and helpers that these formulas share.
 
-A formula that is registered in Python serves every caller of an op, but on a small tensor the dispatcher takes longer
-to run it than the op itself takes. Plain eager calls therefore bypass the dispatcher and run the same formula directly
-(:func:`differentiable`, :func:`forbid_autograd`); all other calls go through the dispatcher.
-docs/lab/host_time.md has the figures.
+A formula that is registered in Python serves every caller of an op, but on a small tensor the dispatcher
+takes longer to run it than the op itself takes. Plain eager calls therefore bypass the dispatcher and run the
+same formula directly (:func:`differentiable`, :func:`forbid_autograd`); all other calls go through the
+dispatcher. docs/lab/host_time.md has the figures.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ _BATCHED_GRAD_KEY = torch._C._parse_dispatch_key("VmapMode")
 
 
 def is_plain_eager_call(args):
-    """Whether autograd is the only dispatch key between a call with these arguments and the backend.
+    """True if autograd is the only dispatch key between a call with these arguments and the backend.
 
-    False for compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from inside
-    another op, where autograd is off. ``is_compiling`` must come first: Dynamo evaluates it as a constant and does not
-    trace the other terms.
+    False for compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls
+    from inside another op, where autograd is off. ``is_compiling`` must come first: Dynamo evaluates it as a
+    constant and does not trace the other terms.
     """
     return (
         not is_compiling()
@@ -67,9 +67,10 @@ def is_plain_eager_call(args):
 def differentiable(op, setup_context, backward):
     """Registers the autograd formula of an op and returns a faster entry point of the op.
 
-    ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are as in ``torch.library.register_autograd``,
-    except that ``backward`` returns a tuple with one entry per argument. The registered formula also serves the
-    transforms of torch.func, each of which records its own graph, and refuses forward mode.
+    ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are as in
+    ``torch.library.register_autograd``, except that ``backward`` returns a tuple with one entry per argument.
+    The registered formula also serves the transforms of torch.func, where each records its own graph, and
+    refuses forward mode.
 
     The returned function takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
     """
@@ -101,14 +102,14 @@ def _recorder(op, forward, backward):
     methods = {
         name: staticmethod(f) for name, f in (("forward", forward), ("backward", backward), ("jvp", jvp))
     }
-    # Not torch.autograd.Function, whose apply checks for transforms again: either there are none, or the dispatcher
-    # has already handled them.
+    # Not torch.autograd.Function: its apply checks for transforms again: either there are none, or the
+    # dispatcher has already handled them.
     return type(op._opname, (_SingleLevelFunction,), methods).apply
 
 
 def _register_formula(op, setup_context, backward):
-    """Registers the Autograd kernel of an op. It runs once per transform of torch.func, with the tensors of that level,
-    and once below all transforms."""
+    """Registers the Autograd kernel of an op. It runs once per transform of torch.func, with the tensors of
+    that level, and once below all transforms."""
     # The dispatcher omits trailing arguments that are equal to their defaults.
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
@@ -118,8 +119,8 @@ def _register_formula(op, setup_context, backward):
 
     def forward(ctx, *args):
         *args, keyset = args
-        # A node's forward runs with grad mode and forward mode off. That applies to its own level only: the levels of
-        # torch.func below it need both modes.
+        # A node's forward runs with grad mode and forward mode off. That applies to its own level only: the
+        # levels of torch.func below it need both modes.
         transformed = _are_functorch_transforms_active()
         with torch.set_grad_enabled(transformed), forward_ad._set_fwd_grad_enabled(transformed):
             output = below(keyset, args)
@@ -149,7 +150,8 @@ def _register_formula(op, setup_context, backward):
 
 
 def _refuse_forward_mode(op, args):
-    """Raises NotImplementedError if an argument has a tangent: without a formula it would be dropped silently."""
+    """Raises NotImplementedError if an argument has a tangent: without a formula it would be dropped
+    silently."""
     if forward_ad._current_level < 0:
         return
     for tensor in args:
@@ -171,7 +173,7 @@ def wants_grad(*tensors):
 
 
 def _requires_grad(tensor):
-    """Whether a tensor requires grad at any level of the active torch.func transforms."""
+    """True if a tensor requires grad at any level of the active torch.func transforms."""
     if not is_compiling() and _are_functorch_transforms_active():
         while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
@@ -179,7 +181,8 @@ def _requires_grad(tensor):
 
 
 def is_transformed():
-    """Whether torch.func, forward-mode differentiation or a backward with ``is_grads_batched`` transforms the call."""
+    """True if torch.func, forward-mode differentiation or a backward with ``is_grads_batched`` transforms the
+    call."""
     return (
         _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -188,14 +191,15 @@ def is_transformed():
 
 
 def is_traced(*tensors):
-    """Whether a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform processes these
-    tensors. Both need functional code and decide themselves what is saved."""
+    """True if a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform
+    processes these tensors. Both need functional code and decide themselves what is saved."""
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
 
 def recording_tracer():
-    """The tracer that records this call into a program of its own, or None. Such a program repeats ops, no Python code.
-    torch.compile is not meant: it guards what it has read, and breaks the graph at what it cannot trace."""
+    """The tracer that records this call into a program of its own, or None. Such a program repeats ops, no
+    Python code. torch.compile is not meant: it guards what it has read, and breaks the graph at what it
+    cannot trace."""
     # Not torch.compiler.is_exporting(), which torch.compile of torch 2.10 takes for True.
     if torch.compiler._is_exporting_flag:
         return "torch.export"
@@ -209,10 +213,10 @@ def recording_tracer():
 
 
 def may_write_inputs(*tensors):
-    """Whether an in-place form may run.
+    """True if an in-place form may run.
 
-    Compilers and transforms (:func:`is_traced`), dispatch modes and torch.jit.trace need functional code: selective
-    checkpointing, for example, does not repeat the write of an op whose result it saved.
+    Compilers and transforms (:func:`is_traced`), dispatch modes and torch.jit.trace need functional code:
+    selective checkpointing, for example, does not repeat the write of an op if it saved the result.
     """
     return (
         not is_traced(*tensors)
@@ -223,8 +227,9 @@ def may_write_inputs(*tensors):
 
 @contextlib.contextmanager
 def graph_of_its_own():
-    """For a graph that is recorded and differentiated inside: the hooks on saved tensors of the caller (checkpointing,
-    offloading) must not see its tensors. They would count them as tensors of the graph around, or keep them."""
+    """For a graph that is recorded and differentiated inside: the hooks on saved tensors of the caller
+    (checkpointing, offloading) must not see its tensors. They would count them as tensors of the graph
+    around, or keep them."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
         # Under torch.func.grad: there are no hooks then, and setting some is an error.
         yield
@@ -238,13 +243,14 @@ def _same(tensor):
 
 
 def without_base(tensor):
-    """A tensor with the same memory that is no view for autograd. Results of a node may be written in place then, which
-    autograd refuses for views that were made inside of the node."""
+    """A tensor with the same memory that is no view for autograd. Results of a node may be written in place
+    then, which autograd refuses for views that were made inside of the node."""
     return tensor.new_empty(0).set_(tensor.detach())
 
 
 def at_positions(count, positions, grads, needed):
-    """What a backward returns: the gradients that are needed at their positions among ``count`` arguments."""
+    """The result of a backward: the gradients that are needed at their positions among ``count``
+    arguments."""
     result = [None] * count
     for position, grad, need in zip(positions, grads, needed, strict=True):
         result[position] = grad if need else None
@@ -264,8 +270,8 @@ def may_write_saved(ctx, *tensors):
 
 
 class _Differentiated:
-    """The context of a backward under ``create_graph``, with saved tensors that are already unpacked: checkpointing
-    allows only one unpacking."""
+    """The context of a backward under ``create_graph``, with saved tensors that are already unpacked:
+    checkpointing allows only one unpacking."""
 
     def __init__(self, ctx, saved_tensors):
         self._ctx, self.saved_tensors = ctx, saved_tensors
@@ -275,17 +281,19 @@ class _Differentiated:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """A backward formula as an autograd node over all tensors that it depends on; the backward of this node raises.
+    """A backward formula as an autograd node over all tensors that it depends on; the backward of this node
+    raises.
 
-    The saved tensors carry the history of the inputs, so every path from the gradients to an input or to an upstream
-    gradient passes through this node.
+    The saved tensors carry the history of the inputs, so every path from the gradients to an input or to an
+    upstream gradient passes through this node.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(op, backward, ctx, saved, grads, *tensors):
-        """``tensors``: first ``saved`` saved tensors, then ``grads`` upstream gradients, then other dependencies."""
+        """``tensors``: first ``saved`` saved tensors, then ``grads`` upstream gradients, then other
+        dependencies."""
         return backward(_Differentiated(ctx, tensors[:saved]), *tensors[saved : saved + grads])
 
     @staticmethod
@@ -306,12 +314,13 @@ def refuse_second_derivative(op):
 
 
 def differentiable_once(op, dependencies=None):
-    """Decorates the backward formula of an op: differentiating its results again raises RuntimeError naming the op.
+    """Decorates the backward formula of an op: differentiating its results again raises RuntimeError naming
+    the op.
 
-    Backward ops have no formula. Without this decorator ``create_graph=True`` would return gradients without a history,
-    and a gradient penalty would silently miss a term. For every input with a gradient the formula must save a tensor
-    that carries its history: the input, or an output that is marked as differentiable. ``dependencies(ctx)`` returns
-    further tensors that the gradients depend on and that were not saved.
+    Backward ops have no formula. Without this decorator ``create_graph=True`` would return gradients without
+    a history, and a gradient penalty would silently miss a term. For every input with a gradient the formula
+    must save a tensor that carries its history: the input, or an output that is marked as differentiable.
+    ``dependencies(ctx)`` returns further tensors that the gradients depend on and that were not saved.
     """
 
     def decorate(backward):
@@ -331,9 +340,10 @@ def differentiable_once(op, dependencies=None):
 
 
 def refuse_gradient_outputs(op, grads):
-    """In the backward of an op whose forward computes the gradients: raises if these outputs are differentiated.
+    """In the backward of an op that computes the gradients in its forward: raises if these outputs are
+    differentiated.
 
-    The first of them is marked as a differentiable output. So the saved gradient carries the history that
+    The first of them is marked as a differentiable output. The saved gradient then carries the history that
     :func:`differentiable_once` needs, and no input has to be saved.
     """
     if any(grad is not None for grad in grads):
@@ -342,13 +352,15 @@ def refuse_gradient_outputs(op, grads):
 
 @functools.lru_cache(None)
 def forbid_autograd(op_name):
-    """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, raises version counters.
+    """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, raises version
+    counters.
 
-    Autograd does not know of the write and would return wrong gradients, so a call in grad mode with an argument that
-    requires grad raises RuntimeError. Every call increments the version counters of the written arguments, in every
-    backend, so autograd detects a later use of the old value.
+    Autograd does not know of the write and would return wrong gradients, so a call in grad mode with an
+    argument that requires grad raises RuntimeError. Every call increments the version counters of the written
+    arguments, in every backend, so autograd detects a later use of the old value.
 
-    Returns a function that takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
+    Returns a function that takes all arguments of the op by position. Plain eager calls bypass the
+    dispatcher.
     """
     op = getattr(torch.ops.liger, op_name).default
     written = [
@@ -388,7 +400,8 @@ def forbid_autograd(op_name):
 
 
 def refuse_inplace_leaf(op, names, tensors):
-    """For ``inplace=True``: raises RuntimeError if the op would overwrite a leaf that requires grad (a parameter)."""
+    """For ``inplace=True``: raises RuntimeError if the op would overwrite a leaf that requires grad (a
+    parameter)."""
     for name, tensor in zip(names, tensors, strict=True):
         owner = tensor._base if tensor._is_view() else tensor
         if owner.is_leaf and owner.requires_grad:
@@ -398,7 +411,7 @@ def refuse_inplace_leaf(op, names, tensors):
 
 
 def non_overlapping(tensors):
-    """Whether no two elements of these tensors share memory, so that each can be overwritten on its own."""
+    """True if no two elements of these tensors share memory, so that each can be overwritten on its own."""
     storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
     if len(set(storages)) < len(storages):
         return False

@@ -7,10 +7,10 @@
 
 Later changes of the variable have no effect; :func:`backend_report` warns of them.
 
-The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
-``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support: the compiled kernels, unless the
-build has none for a device (docs/lab/dispatch.md has measurements of both). An explicit backend that cannot
-serve an op of CUDA tensors raises; it is never replaced.
+The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves
+them under ``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support: the compiled
+kernels, unless the build has none for a device (docs/lab/dispatch.md has measurements of both). An explicit
+backend that cannot serve an op of CUDA tensors raises; it is never replaced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Kernels: TypeAlias = dict[str, Callable[..., Any]]
 
 BACKENDS: tuple[Backend, ...] = ("cuda", "triton", "torch")
 VARIABLE = "LIGER_BACKEND"
-# Ampere: the kernels use bfloat16 and cp.async. A binary for 8.0 also runs on 8.6 to 8.9, and its PTX on later ones.
+# Ampere: the kernels use bfloat16 and cp.async. A binary for 8.0 also runs on 8.6 to 8.9, and its PTX on
+# later ones.
 MIN_CAPABILITY: Capability = (8, 0)
 
 _library = torch.library.Library("liger", "IMPL")
@@ -51,7 +52,8 @@ _NO_TRITON = "triton is not installed"
 
 
 class BackendUnavailable(RuntimeError):
-    """Raised if an explicitly requested backend cannot serve an op on this machine; the message gives the reason."""
+    """Raised if an explicitly requested backend cannot serve an op on this machine; the message gives the
+    reason."""
 
     __module__ = "liger"
 
@@ -105,7 +107,8 @@ def register_portable(kernels: Kernels) -> None:
 
 
 def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:
-    """A module of Triton kernels for a portable op that follows the backend of a family; None where torch serves it.
+    """A module of Triton kernels for a portable op that follows the backend of a family; None where torch
+    serves it.
 
     Args:
         name: the family. Its cuda backend also runs Triton kernels here, if Triton is installed.
@@ -119,7 +122,7 @@ def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:
     return importlib.import_module(module)
 
 
-# --- support: pure functions of the installation and the devices --------------------------------------------------
+# --- support: pure functions of the installation and the devices --------------------------------------------
 
 
 # Compute capability of each visible device; empty until torch initialises CUDA, which importing must not do.
@@ -141,7 +144,8 @@ def _built_architectures() -> tuple[str, ...]:
 def code_for(capability: Capability, architectures: Sequence[str]) -> Literal["binary", "ptx"] | None:
     """The code of a build that a device runs: ``"binary"``, ``"ptx"`` (compiled by the driver) or None.
 
-    A binary for X.Y runs on X.Z with Z >= Y; with the suffix ``a`` only on X.Y. PTX runs on every later device.
+    A binary for X.Y runs on X.Z with Z >= Y; with the suffix ``a`` only on X.Y. PTX runs on every later
+    device.
     """
     found: Literal["ptx"] | None = None
     for text in architectures:
@@ -172,7 +176,7 @@ def _dotted(capability: Capability) -> str:
 
 
 def supported(backend: str, capabilities: Sequence[Capability] | None = None) -> tuple[bool, str]:
-    """Whether a backend can serve ops on this machine.
+    """True if a backend can serve ops on this machine.
 
     Args:
         backend: ``"cuda"``, ``"triton"`` or ``"torch"``.
@@ -204,7 +208,8 @@ def supported(backend: str, capabilities: Sequence[Capability] | None = None) ->
                 )
             if code == "ptx" and capability not in through_ptx:
                 through_ptx.append(capability)
-        # PTX is slower but correct: csrc/host/launch/loaded_code.h selects kernels by the code that the device runs.
+        # PTX is slower but correct: csrc/host/launch/loaded_code.h selects kernels by the code that the
+        # device runs.
         by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
         return True, load.CUDA_REASON + by_driver
     if backend == "triton":
@@ -220,7 +225,7 @@ def supported(backend: str, capabilities: Sequence[Capability] | None = None) ->
     raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
 
 
-# --- choice ----------------------------------------------------------------------------------------------------
+# --- choice -------------------------------------------------------------------------------------------------
 
 
 class Request(NamedTuple):
@@ -246,7 +251,8 @@ def parse(text: str, source: str = VARIABLE, reason: str = VARIABLE) -> Request:
     """``"triton,rms_norm=cuda"`` -> ``Request("triton", {"rms_norm": "cuda"})``.
 
     Raises:
-        ValueError: an unknown backend or op name, an op with two backends, or a default after the first entry.
+        ValueError: an unknown backend or op name, an op with two backends, or a default after the first
+            entry.
     """
     default = "auto"
     per_op: dict[str, str] = {}
@@ -274,7 +280,8 @@ def parse(text: str, source: str = VARIABLE, reason: str = VARIABLE) -> Request:
 
 
 def _resolve(family: Family, request: Request) -> tuple[str, str]:
-    """(backend, reason) for an op. Raises BackendUnavailable if the backend that was requested cannot serve it."""
+    """(backend, reason) for an op. Raises BackendUnavailable if the backend that was requested cannot serve
+    it."""
     requested = request.of(family.name)
     if requested != "auto":
         possible, why = supported(requested)
@@ -361,7 +368,13 @@ def set_backend(default: str = "auto", **per_op: str) -> None:
     Raises:
         TypeError: a backend that is no string.
         ValueError: an unknown backend or op name, or an op with two backends.
-        BackendUnavailable: an explicit backend cannot serve an op on this machine. No backend has changed then.
+        BackendUnavailable: an explicit backend cannot serve an op on this machine. No backend has changed
+            then.
+
+    Example::
+
+        >>> liger.set_backend("torch", rms_norm="auto")
+        >>> liger.set_backend("auto")
     """
     _set("set_backend", default, per_op)
 
@@ -370,13 +383,19 @@ def set_backend(default: str = "auto", **per_op: str) -> None:
 def use_backend(default: str = "auto", **per_op: str) -> Iterator[None]:
     """:func:`set_backend` for the duration of a ``with`` block. It affects the whole process, not one thread.
 
-    Compiled and scripted functions follow the change without recompilation, because the ops are opaque to them.
+    Compiled and scripted functions follow the change without recompilation, because the ops are opaque to
+    them.
 
     Args:
         default, per_op: as in :func:`set_backend`.
 
     Raises:
         TypeError, ValueError, BackendUnavailable: as :func:`set_backend`.
+
+    Example::
+
+        >>> with liger.use_backend(rms_norm="torch"):
+        ...     y = liger.rms_norm(torch.randn(2, 64))
     """
     global _requested
     before = _requested
@@ -392,12 +411,18 @@ def backend_report() -> dict[str, dict[str, str]]:
     """The backend that serves CUDA tensors, for each op family, and the reason for the choice.
 
     Returns:
-        ``{op: {"backend": "cuda", "triton" or "torch", "reason": text}}``. The reason names what requested a backend:
-        ``LIGER_BACKEND`` with the value that was read when liger was imported, :func:`set_backend` or
-        :func:`use_backend`. Until torch initialises CUDA, ``"auto"`` has chosen without knowing the devices.
+        ``{op: {"backend": "cuda", "triton" or "torch", "reason": text}}``. The reason names what requested a
+        backend: ``LIGER_BACKEND`` with the value that was read when liger was imported, :func:`set_backend`
+        or :func:`use_backend`. Until torch initialises CUDA, ``"auto"`` has chosen without knowing the
+        devices.
 
     Warns:
         UserWarning: an environment variable that is read when liger is imported has another value now.
+
+    Example::
+
+        >>> liger.backend_report()["rms_norm"]
+        {...}
     """
     for change in changed_since_import():
         warnings.warn(f"liger.backend_report: {change}", stacklevel=2)

@@ -1,6 +1,7 @@
 """The arguments of an op as one object, and the options among them.
 
-Kernels and fakes get their arguments by position. :func:`by_name` binds them once, to the names of the schema.
+Kernels and fakes get their arguments by position. :func:`by_name` binds them once, to the names of the
+schema.
 """
 
 import collections
@@ -11,8 +12,8 @@ import operator
 
 @functools.lru_cache(None)
 def arguments_type(op):
-    """A named tuple of the arguments of an op, with the names and defaults of its schema. ``needs_grad``: its flags
-    ``need_grad_*``."""
+    """A named tuple of the arguments of an op, with the names and defaults of its schema. ``needs_grad``: its
+    flags ``need_grad_*``."""
     schema = op._schema.arguments
     defaults = [argument.default_value for argument in schema if argument.has_default_value()]
     kind = collections.namedtuple("Arguments", [argument.name for argument in schema], defaults=defaults)
@@ -49,6 +50,6 @@ def _reader(kind, arguments, prefix):
 
 
 def options_among(kind, arguments, prefix=""):
-    """A named tuple of the class ``kind`` from the arguments of an op with the names of its fields, after a prefix.
-    Fields that the op has no argument for get their defaults."""
+    """A named tuple of the class ``kind`` from the arguments of an op with the names of its fields, after a
+    prefix. Fields that the op has no argument for get their defaults."""
     return _reader(kind, type(arguments), prefix)(arguments)

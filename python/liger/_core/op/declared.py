@@ -1,11 +1,12 @@
 """Fakes, autograd formulas and vmap rules that follow from the declarations of csrc/declarations.cpp.
 
-The arguments of ``<op>_backward`` say by their names what they are: ``grad_<output>``, an argument or a result of
-``<op>``, ``need_grad_<input>``, ``emit_<result>``. Its results are ``grad_<input>``; a residual has the gradient of x.
-The line of shapes, which csrc/declarations.h explains, says the rest.
+The arguments of ``<op>_backward`` say by their names what they are: ``grad_<output>``, an argument or a
+result of ``<op>``, ``need_grad_<input>``, ``emit_<result>``. Its results are ``grad_<input>``; a residual has
+the gradient of x. The line of shapes, which csrc/declarations.h explains, says the rest.
 
-Ops that this scheme does not cover keep formulas of their own: rope and qk_norm_rope, whose backward takes q and k but
-may need one of them only; losses that compute their gradients in the forward (forward_gradients.py); portable ops.
+Ops that this scheme does not cover keep formulas of their own: rope and qk_norm_rope, whose backward takes q
+and k but may need one of them only; losses that compute their gradients in the forward
+(forward_gradients.py); portable ops.
 """
 
 import functools
@@ -74,7 +75,7 @@ class Declaration:
         return tensor.dim() - len(self.dims) + 1 if self.dims[0] == "..." else 1
 
     def is_parameter(self, name):
-        """Whether a tensor has no independent dimensions: its gradient is a sum over them."""
+        """True if a tensor has no independent dimensions: its gradient is a sum over them."""
         shape = self.shapes[name.removeprefix("grad_")]
         return shape.like is None and shape.dims[0] not in ("...", "batch")
 
@@ -116,7 +117,8 @@ def overload(op):
 
 
 def result_names(op):
-    """Names of the results. A single one may have none in the schema: it is named by the backward or by its input."""
+    """Names of the results. A single one may have none in the schema: it is named by the backward or by its
+    input."""
     schema = overload(op)._schema
     if len(schema.returns) != 1:
         return [result.name for result in schema.returns]
@@ -130,9 +132,11 @@ def _is_tensor(argument):
 
 
 def derive(op):
-    """Registers the fakes, the autograd formula and the vmap rule of a declared op, its backward and its writing forms.
+    """Registers the fakes, the autograd formula and the vmap rule of a declared op, its backward and its
+    writing forms.
 
-    Returns a function that takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
+    Returns a function that takes all arguments of the op by position. Plain eager calls bypass the
+    dispatcher.
     """
     declaration = declarations()[op]
     for name in declaration.ops:
@@ -143,7 +147,7 @@ def derive(op):
     return differentiable(overload(op), *_formula(op))
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 def _register_fake(declaration, op):
@@ -175,7 +179,7 @@ def _register_fake(declaration, op):
         return made if len(made) > 1 else made[0] if made else None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _formula(op):
@@ -186,7 +190,8 @@ def _formula(op):
     results, of_backward = result_names(f"{op}_backward"), [a.name for a in backward]
     saved = [a.name for a in backward if _is_tensor(a) and a.name in (*inputs, *outputs)]
     constants = [name for name in of_backward if name in inputs and name not in saved]
-    # Upstream gradients that the backward takes. The first one may be missing only if there are several outputs.
+    # Upstream gradients that the backward takes. The first one may be missing only if there are several
+    # outputs.
     upstream = [name for name in of_backward if name.removeprefix("grad_") in outputs and name not in saved]
     constant_outputs = [name for name in outputs if f"grad_{name}" not in upstream]
     # Other outputs with a gradient are sums of these inputs.
@@ -245,12 +250,12 @@ def _listed(names):
     return "".join(f"{name}, " for name in names).rstrip()
 
 
-# --- vmap ---------------------------------------------------------------------------------------------------------
+# --- vmap ---------------------------------------------------------------------------------------------------
 
 
 def _vmap_rule(declaration, op):
-    """The mapped dimension becomes one more independent dimension or, in a batch, more of its elements. With mapped
-    parameters the op runs once per element."""
+    """The mapped dimension becomes one more independent dimension or, in a batch, more of its elements. With
+    mapped parameters the op runs once per element."""
     arguments = op._schema.arguments
     tensors = [i for i, a in enumerate(arguments) if a.name in declaration.shapes]
     parameters = [i for i in tensors if declaration.is_parameter(arguments[i].name)]

@@ -8,8 +8,8 @@ import torch
 def register_fake(name):
     """Decorator: registers the fake of an op, such as ``"liger::softmax"``, and checks devices.
 
-    The dispatcher calls the fake if any tensor is a meta tensor. Without the check of devices, such a call with other
-    tensors on a CPU or GPU would return uninitialised memory.
+    The dispatcher calls the fake if any tensor is a meta tensor. Without the check of devices, such a call
+    with other tensors on a CPU or GPU would return uninitialised memory.
     """
     namespace, _, op = name.partition("::")
     arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments

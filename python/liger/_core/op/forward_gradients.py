@@ -1,7 +1,7 @@
-"""Autograd for losses whose gradients are computed by the forward.
+"""Autograd for losses that compute their gradients in the forward.
 
-The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. This module also has
-the autograd formula of that op, because ``_core`` cannot import ``ops/rescale.py``.
+The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. This module
+also has the autograd formula of that op, because ``_core`` cannot import ``ops/rescale.py``.
 """
 
 import torch
@@ -38,8 +38,8 @@ rescale_ = forbid_autograd("rescale_")
 
 
 def scaled_by_upstream(ctx, grads, grad_loss):
-    """In a backward: the saved gradients of a loss (or None) times the upstream gradient. In place if the node is the
-    last user of the saved tensors."""
+    """In a backward: the saved gradients of a loss (or None) times the upstream gradient. In place if the
+    node is the last user of the saved tensors."""
     grads = [None if grad is None else grad.detach() for grad in grads]
     if not may_write_saved(ctx, *grads):
         return [None if grad is None else rescale(grad, grad_loss) for grad in grads]
@@ -52,16 +52,17 @@ def scaled_by_upstream(ctx, grads, grad_loss):
 def gradients_in_forward(
     op, name, *, refused, row_weight, per_row, differentiated=("input", "weight", "bias")
 ):
-    """:func:`differentiable` for an op that returns a loss and, as its last results, the gradients of the arguments
-    ``differentiated`` that as many last arguments (flags) request.
+    """:func:`differentiable` for an op that returns a loss and, as its last results, the gradients of the
+    arguments ``differentiated`` that as many last arguments (flags) request.
 
     Args:
         op: the op.
         name: its name in error messages.
         refused: names of the tensor arguments without a gradient; they must not require grad.
         row_weight: name of the argument that multiplies the loss of each row.
-        per_row: (name of an argument, its value for one loss per row, its value for the sum of rows). With one loss per
-            row the backward computes the logits a second time, since each row has an upstream gradient of its own.
+        per_row: (name of an argument, its value for one loss per row, its value for the sum of rows). With
+            one loss per row the backward computes the logits a second time, since each row has an upstream
+            gradient of its own.
         differentiated: names of the arguments with a gradient.
     """
     arguments = [argument.name for argument in op._schema.arguments]
@@ -78,8 +79,8 @@ def gradients_in_forward(
     def setup(ctx, inputs, output):
         refuse_gradients(name, **{argument: inputs[i] for argument, i in refused.items()})
         needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in positions]
-        # Direct calls, and graphs that were traced without grad mode, may not have requested a gradient that is needed:
-        # then the backward computes it.
+        # Direct calls, and graphs that were traced without grad mode, may not have requested a gradient that
+        # is needed: then the backward computes it.
         ctx.recompute = inputs[reduction] == per_row_value or any(
             needed and not computed for needed, computed in zip(needs_grad, inputs[of_gradients], strict=True)
         )

@@ -1,4 +1,5 @@
-"""Checks before a Python kernel that compiled kernels make themselves: arguments, overlapping memory, devices."""
+"""Checks before a Python kernel that compiled kernels make themselves: arguments, overlapping memory,
+devices."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from .fakes import check_one_device, public_name
 
 
 def checking_arguments(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of a declared op, preceded by the check of its arguments. Compiled kernels, and the kernels of other
-    ops, make the check themselves."""
+    """The kernel of a declared op, preceded by the check of its arguments. Compiled kernels, and the kernels
+    of other ops, make the check themselves."""
     if op not in declarations():
         return kernel
     arguments = getattr(torch.ops.liger, op).default._schema.arguments
@@ -36,8 +37,8 @@ def checking_arguments(op: str, kernel: Callable[..., Any]) -> Callable[..., Any
 
 
 def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels check that
-    themselves."""
+    """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels
+    check that themselves."""
     arguments = getattr(torch.ops.liger, op).default._schema.arguments
     tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
     writes = [i for i in tensors if arguments[i].alias_info is not None and arguments[i].alias_info.is_write]
@@ -55,8 +56,8 @@ def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checking_devices(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer to another
-    GPU. Compiled kernels check that themselves, in the same words."""
+    """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer
+    to another GPU. Compiled kernels check that themselves, in the same words."""
     arguments = getattr(torch.ops.liger, op).default._schema.arguments
     names = [a.name for a in arguments]
     public = public_name(op)

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of public losses to those of the ops, which take rows."""
+"""Conversion of the arguments of public losses to the arguments of the ops, which take rows."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,10 +33,11 @@ class Tokens(NamedTuple):
 
 
 def memory_order(x):
-    """The order of the token dimensions of (tokens..., features) in which they flatten to rows without a copy.
+    """The order of the token dimensions of (tokens..., features) in which they flatten to rows without a
+    copy.
 
-    None: their own order, or no order does, or torch.compile traces, where strides may be symbols that cannot be
-    sorted. Megatron's (s, b, h) is such a tensor if it comes as a (b, s, h) view.
+    None: their own order, or no order does, or torch.compile traces, where strides may be symbols that cannot
+    be sorted. Megatron's (s, b, h) is such a tensor if it comes as a (b, s, h) view.
     """
     if x.dim() < 3 or is_dtensor(x) or torch.compiler.is_compiling() or x.is_contiguous() or x.numel() == 0:
         return None
@@ -59,8 +60,8 @@ def flatten_rows(op, name, x, target, token_weight, target_name="target"):
     for other_name, other in ((target_name, target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
-                f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
-                f"dimension, {tuple(x.shape[:-1])}"
+                f"{op}: {other_name} has shape {tuple(other.shape)}, expected the shape of {name} without its "
+                f"last dimension, {tuple(x.shape[:-1])}"
             )
     if x.dim() == 1:
         flat_weight = None if token_weight is None else token_weight.reshape(-1)

@@ -1,8 +1,8 @@
 """Autograd nodes in C++ (csrc/autograd/nodes.cpp), where their library is loaded.
 
-An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs less host
-time, and calls back into Python for what its schemas do not say: graphs of a backward (``create_graph``), transforms,
-missing gradients.
+An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs less
+host time, and calls back into Python for what its schemas do not say: graphs of a backward
+(``create_graph``), transforms, missing gradients.
 """
 
 import functools

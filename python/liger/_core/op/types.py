@@ -21,11 +21,11 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 DivergenceReduction: TypeAlias = Literal["none", "sum", "mean", "batchmean"]
 
 
-# --- options, for type checkers: the functions have the defaults ------------------------------------------------------
+# --- options, for type checkers: the functions have the defaults --------------------------------------------
 
 
 class ShardOptions(TypedDict, total=False):
-    """Which classes of the vocabulary this process has."""
+    """The classes of the vocabulary that this process has."""
 
     group: "dist.ProcessGroup | None"
     vocab_start: int | None

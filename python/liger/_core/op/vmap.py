@@ -9,7 +9,8 @@ def to_front(tensor, dim, size):
 
 
 def refuse_mapped_scalars(op, name, tensor):
-    """Raises RuntimeError if the elements of a mapped tensor have no dimension: the op would take the mapped one."""
+    """Raises RuntimeError if the elements of a mapped tensor have no dimension: the op would take the mapped
+    one."""
     if tensor.dim() < 2:
         raise RuntimeError(f"{op}: {name} has shape (), expected at least one dimension")
 

@@ -1,1 +1,1 @@
-"""What ``import liger`` needs first: compiled libraries, environment variables, optional packages."""
+"""The first imports of ``import liger``: compiled libraries, environment variables, optional packages."""

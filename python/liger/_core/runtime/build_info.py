@@ -1,4 +1,4 @@
-"""How the compiled libraries were built."""
+"""The build of the compiled libraries."""
 
 import functools
 
@@ -9,11 +9,11 @@ from . import load  # noqa: F401  registers torch.ops.liger.build_info
 
 @functools.lru_cache(None)
 def build_info() -> dict[str, str]:
-    """What ``libliger_ops.so`` records about its build.
+    """The facts that ``libliger_ops.so`` records about its build.
 
     Returns:
-        ``version`` of liger-ops; ``torch``, whose headers were used; ``cuda``, the version of nvcc (empty: no CUDA
-        kernels); ``cuda_archs``, separated by spaces, such as ``"80 90a 80+PTX"``; ``compiler``, the version of the
-        C++ compiler.
+        ``version`` of liger-ops; ``torch``, whose headers were used; ``cuda``, the version of nvcc (empty: no
+        CUDA kernels); ``cuda_archs``, separated by spaces, such as ``"80 90a 80+PTX"``; ``compiler``, the
+        version of the C++ compiler.
     """
     return dict(field.split("=", 1) for field in torch.ops.liger.build_info())

@@ -9,7 +9,7 @@ _AT_IMPORT = {name: os.environ.get(name) for name in ("LIGER_BACKEND", "LIGER_AU
 
 
 def changed_since_import() -> list[str]:
-    """A sentence for each variable of this process whose value differs from the one that the import of liger read."""
+    """A sentence for each variable of this process that has changed since the import of liger read it."""
     changed = []
     for name, before in _AT_IMPORT.items():
         now = os.environ.get(name)
@@ -24,7 +24,7 @@ def changed_since_import() -> list[str]:
 
 
 def environment_flag(name: str, default: str = "0") -> bool:
-    """Whether an environment variable is 1. Unset and empty mean ``default``.
+    """True if an environment variable is 1. Unset and empty mean ``default``.
 
     Raises:
         ValueError: any other value than 0 or 1.
@@ -36,24 +36,26 @@ def environment_flag(name: str, default: str = "0") -> bool:
 
 
 def triton_interpreted() -> bool:
-    """Whether TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as environment_flag."""
+    """True if TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as
+    environment_flag."""
     return environment_flag("TRITON_INTERPRET")
 
 
 def targets_checked() -> bool:
-    """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
-    environment_flag."""
+    """True if LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises
+    ValueError as environment_flag."""
     return environment_flag("LIGER_CHECK_TARGETS")
 
 
 def wgmma_engine_allowed() -> bool:
-    """Whether LIGER_WGMMA is 1, its default: else the generic engine runs everywhere. Raises ValueError as
+    """True if LIGER_WGMMA is 1, its default: else the generic engine runs everywhere. Raises ValueError as
     environment_flag."""
     return environment_flag("LIGER_WGMMA", "1")
 
 
 def python_nodes() -> bool:
-    """Whether LIGER_AUTOGRAD is python: autograd nodes are then Python objects, also where the build has them in C++.
+    """True if LIGER_AUTOGRAD is python: autograd nodes are then Python objects, also where the build has them
+    in C++.
 
     Raises:
         ValueError: any other value than auto or python.

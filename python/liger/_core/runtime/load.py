@@ -1,5 +1,5 @@
-"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, autograd nodes only into the
-torch that they were built for."""
+"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, autograd nodes only
+into the torch that they were built for."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ def _library(name):
 
 
 def _is_loaded(path):
-    """Whether this process has loaded the library from this file."""
+    """True if this process has loaded the library from this file."""
     try:
         ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:
@@ -37,13 +37,14 @@ def _libraries_of_the_process(name):
 
 
 def _refuse_a_second_copy(path):
-    """Raises ImportError if another installation has registered the ops: a second registration aborts the process."""
+    """Raises ImportError if another installation has registered the ops: a second registration aborts the
+    process."""
     if not torch._C._dispatch_has_kernel("liger::rms_norm") or _is_loaded(path):
         return
     others = " and ".join(_libraries_of_the_process(path.name)) or "another library"
     raise ImportError(
-        f"liger: this process has the ops of torch.ops.liger from {others} already, and cannot have those of {path}, "
-        "too. Use one installation of liger-ops in a process."
+        f"liger: this process has the ops of torch.ops.liger from {others} already, and cannot load the "
+        f"ops of {path} as well. Use one installation of liger-ops in a process."
     )
 
 
@@ -73,8 +74,8 @@ def _load_cuda():
 
 
 def _torch_abi(version):
-    """The part of a torch version that C++ code depends on: a release keeps its ABI within major.minor, anything else
-    is one of its kind. cmake/LigerAutograd.cmake does the same."""
+    """The part of a torch version that C++ code depends on: a release keeps its ABI within major.minor,
+    anything else is one of its kind. cmake/LigerAutograd.cmake does the same."""
     release = re.fullmatch(r"(\d+)\.(\d+)\.\d+([+].*)?", version)
     return "_".join(release.groups()[:2]) if release else re.sub("[^0-9A-Za-z]", "_", version)
 

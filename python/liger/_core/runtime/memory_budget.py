@@ -19,7 +19,8 @@ def check_budget_variable(memory_budget):
 
 
 def default_memory_budget():
-    """Bytes: LIGER_MEMORY_BUDGET, or 512 MiB. Raises ValueError if the variable is not a positive number of bytes."""
+    """Bytes: LIGER_MEMORY_BUDGET, or 512 MiB. Raises ValueError if the variable is not a positive number of
+    bytes."""
     try:
         return torch.ops.liger.default_memory_budget()
     except RuntimeError as error:

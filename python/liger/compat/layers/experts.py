@@ -29,10 +29,11 @@ def _apply_fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
 
 
 class LigerExperts(GroupedExperts):
-    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration of transformers.
-
-    The forward reads gate_up_proj and down_proj alone, so that ``_patch_swiglu_module`` can give it to the experts of
+    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration of
     transformers.
+
+    The forward reads gate_up_proj and down_proj alone, so that ``_patch_swiglu_module`` can give it to the
+    experts of transformers.
     """
 
     def __init__(self, config: Any) -> None:
@@ -43,13 +44,14 @@ class LigerExperts(GroupedExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states (..., H), experts and routing weights (..., K), each with the same number of tokens."""
+        """Hidden states (..., H), experts and routing weights (..., K), each with the same number of
+        tokens."""
         choices = top_k_index.shape[-1]
         y = _apply_fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]), self.gate_up_proj, self.down_proj,
             top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices),
         )  # fmt: skip
-        # Under autocast, too, the result has the dtype of the hidden states.
+        # Also under autocast, the result has the dtype of the hidden states.
         return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 

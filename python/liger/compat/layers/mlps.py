@@ -118,8 +118,8 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """:class:`LigerGEGLUMLP`, twice as wide in the layers of Gemma 4 that share keys and values, if the configuration
-    has ``use_double_wide_mlp``."""
+    """:class:`LigerGEGLUMLP`, twice as wide in the layers of Gemma 4 that share keys and values, if the
+    configuration has ``use_double_wide_mlp``."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         shared = getattr(config, "num_kv_shared_layers", 0)

@@ -118,7 +118,8 @@ class LigerFusedAddRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """Layer norm, :func:`liger.layer_norm`. There is always a bias, which starts at zero; ``bias`` has no effect."""
+    """Layer norm, :func:`liger.layer_norm`. There is always a bias, which starts at zero; ``bias`` has no
+    effect."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,

@@ -1,4 +1,5 @@
-"""Rotary position embeddings, with the arguments of liger_kernel. q, k and their gradients are not written."""
+"""Rotary position embeddings, with the arguments of liger_kernel. q, k and their gradients are not
+written."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
     """:func:`liger.rope` of q and k (B, heads, T, D).
 
     Args:
-        cos, sin: (T, R), (B, T, R), or these with a dimension of size 1 for the heads; R is the rotary dimension, or
-            half of it if the tables have one value per pair.
-        position_ids: without effect: cos and sin are those of the positions.
+        cos, sin: (T, R), (B, T, R), or these with a dimension of size 1 for the heads; R is the rotary
+            dimension, or half of it if the tables have one value per pair.
+        position_ids: without effect: cos and sin belong to the positions.
         rotary_dim: the number of rotated elements of a head; None: the width of the tables, at most D.
     """
     tables = _tables(q, cos, sin, unsqueeze_dim, rotary_dim)
@@ -39,7 +40,8 @@ def _tables(q, cos, sin, unsqueeze_dim, rotary_dim):
 
 @torch.no_grad()
 def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """The forward of :func:`liger_rotary_pos_emb` without a graph: q, k, and cos and sin for :func:`rope_backward`."""
+    """The forward of :func:`liger_rotary_pos_emb` without a graph: q, k, and cos and sin for
+    :func:`rope_backward`."""
     q, k = liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
     cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
     return q, k, *(t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
@@ -47,7 +49,7 @@ def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=
 
 @torch.no_grad()
 def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """The gradients of q and k for those of the results of :func:`rope_forward`."""
+    """The gradients of q and k from the gradients of the results of :func:`rope_forward`."""
     tables = _tables(dq, cos, sin, unsqueeze_dim, rotary_dim)
     if unsqueeze_dim == 2:
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
@@ -83,8 +85,8 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis, BLOCK_SIZE=None):
     """:func:`liger.complex_rope` of xq and xk (B, T, heads, D).
 
     Args:
-        freqs_cis: (T, D / 2), (B, T, D / 2), or these with dimensions of size 1; complex, or real (a complex table
-            that was cast to a real dtype).
+        freqs_cis: (T, D / 2), (B, T, D / 2), or these with dimensions of size 1; complex, or real (a complex
+            table that was cast to a real dtype).
         BLOCK_SIZE: without effect.
     """
     table = freqs_cis.reshape(-1, xq.shape[1], freqs_cis.shape[-1])

@@ -1,7 +1,8 @@
 """Norms, gated units and other row-wise functions, with the arguments of liger_kernel.
 
 ``in_place`` has no effect anywhere: no function writes into a tensor of the caller or into a gradient.
-``..._forward`` and ``..._backward`` are the halves of an op, for autograd functions of others: they record no graph.
+``..._forward`` and ``..._backward`` are the halves of an op, for autograd functions of others: they record no
+graph.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CASTING_MODES = {-1: "none", 0: "llama", 1: "gemma"}
 
 
 def _parameter_for(x, parameter):
-    """The parameter in a dtype that the norms of liger take beside x: that of x, or float32."""
+    """The parameter in a dtype that the norms of liger take with x: the dtype of x, or float32."""
     if parameter is None or parameter.dtype in (x.dtype, torch.float32):
         return parameter
     return parameter.float()
@@ -56,15 +57,15 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     """The forward of :func:`liger.rms_norm`; ``row_mode`` has no effect.
 
     Returns:
-        The output, X as (rows, hidden size), the reciprocals (rows,) of the root mean squares, the block size and
-        the number of warps of liger_kernel's kernel, and the number of the casting mode.
+        The output, X as (rows, hidden size), the reciprocals (rows,) of the root mean squares, the block size
+        and the number of warps of liger_kernel's kernel, and the number of the casting mode.
     """
     number, mode = _casting_mode("rms_norm_forward", casting_mode)
     rows = X.detach().reshape(-1, X.shape[-1])
     output, rstd = torch.ops.liger.rms_norm(rows, _parameter_for(X, W), eps, offset, mode)
     if mode == "none":
         rstd = rstd.to(X.dtype)
-    # Rows may be longer than those of liger_kernel, whose kernel has no effect here.
+    # Rows may be longer than liger_kernel allows; the limits of its kernel have no effect here.
     settings = calculate_settings(min(X.shape[-1], LARGEST_BLOCK))
     return output.view(X.shape), rows, rstd, *settings, number
 
@@ -75,8 +76,8 @@ def rms_norm_backward(
 ):
     """The gradients of X, in the shape of dY, and of W, for what :func:`rms_norm_forward` returned.
 
-    ``BLOCK_SIZE``, ``num_warps`` and ``row_mode`` have no effect. The gradient of W is None without W, and with
-    ``needs_dw=False``.
+    ``BLOCK_SIZE``, ``num_warps`` and ``row_mode`` have no effect. The gradient of W is None without W, and
+    with ``needs_dw=False``.
     """
     _, mode = _casting_mode("rms_norm_backward", casting_mode)
     weight, needs_dw = _parameter_for(X, W), W is not None and needs_dw is not False
@@ -145,7 +146,7 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
 
     Args:
         num_shards: None: ceil(tokens of a sequence / hidden size).
-        compute_params: parameters that ``fn`` uses besides those of ``mlp_module``; or None.
+        compute_params: parameters that ``fn`` uses besides the parameters of ``mlp_module``; or None.
     """
     if num_shards is None:
         num_shards = -(-x.shape[-2] // x.shape[-1])

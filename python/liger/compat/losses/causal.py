@@ -49,7 +49,8 @@ def fixed_fused_linear_cross_entropy(
     }
     function = _fused_function()
     if function is liger_fused_linear_cross_entropy and not kwargs and num_items_in_batch is not None:
-        # The op divides the gradients of each chunk; a division of its result would rescale them all afterwards.
+        # The op divides the gradients of each chunk; a division of its result would rescale them all
+        # afterwards.
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden_states.device)
         result = fused_linear_ce(

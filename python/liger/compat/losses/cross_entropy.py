@@ -16,7 +16,8 @@ from ...ops.fused_linear_ce.op import fused_linear_ce
 from ...ops.fused_linear_logprobs.op import fused_linear_logprobs
 from ..function_class import function_class
 
-# liger_cross_entropy may be stored as torch.nn.functional.cross_entropy, which it calls for what liger's op lacks.
+# liger_cross_entropy may be stored as torch.nn.functional.cross_entropy, which it calls for what liger's op
+# lacks.
 _torch_cross_entropy = nn.functional.cross_entropy
 
 
@@ -31,7 +32,7 @@ class CrossEntropyOutput:
 
 
 def _mean_divisor(target, ce_weight, ignore_index):
-    """What a mean divides by; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
+    """The divisor of a mean; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
     valid = target != ignore_index
     if ce_weight is None:
         return valid.sum().clamp_min(1)
@@ -52,7 +53,8 @@ def metrics_named(return_z_loss=False, return_token_accuracy=False, return_predi
 
 
 def _four(op, *tensors, target, return_z_loss, return_token_accuracy, return_predicted_tokens, **options):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is None."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is
+    None."""
     per_row, ignore_index = options["reduction"] == "none", options["ignore_index"]
     if options["reduction"] == "mean":
         options["denominator"] = _mean_divisor(target, options["ce_weight"], ignore_index)
@@ -75,14 +77,15 @@ def _packed(result, *requested):
     return CrossEntropyOutput(*result) if any(requested) else result[0]
 
 
-# --- of logits ----------------------------------------------------------------------------------------------------
+# --- of logits ----------------------------------------------------------------------------------------------
 
 
 def _apply_cross_entropy(
     _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
     softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
 ):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not written.
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not
+    written.
 
     A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
     """
@@ -102,10 +105,11 @@ def liger_cross_entropy(
     label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
     return_predicted_tokens=False,
 ):  # fmt: skip
-    """:func:`liger.cross_entropy` with the signature of :func:`torch.nn.functional.cross_entropy`, and more options.
+    """:func:`liger.cross_entropy` with the signature of :func:`torch.nn.functional.cross_entropy`, and more
+    options.
 
-    torch computes what the op does not: class probabilities as targets, classes in another dimension than the last,
-    and the deprecated arguments.
+    torch computes what the op does not: class probabilities as targets, classes in another dimension than the
+    last, and the deprecated arguments.
     """
     requested = return_z_loss, return_token_accuracy, return_predicted_tokens
     others = size_average is not None or reduce is not None
@@ -125,7 +129,8 @@ def liger_cross_entropy(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """:func:`liger_cross_entropy` as a module; the arguments of the constructor are in the order of liger_kernel."""
+    """:func:`liger_cross_entropy` as a module; the arguments of the constructor are in the order of
+    liger_kernel."""
 
     def __init__(
         self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
@@ -154,7 +159,7 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
         logits: (B, L + 1, V); the last position has no token.
         input_ids: (B, at least L).
         temperature: divisor of the logits.
-        mask: the shape of input_ids, 0 at tokens whose result is 0; or None.
+        mask: the shape of input_ids, 0 at tokens that get the result 0; or None.
     """
     length = logits.shape[1] - 1
     target = input_ids[:, input_ids.shape[1] - length :]
@@ -172,7 +177,7 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     return -torch.stack(rows).float() if rows else logits.new_zeros((0, length), dtype=torch.float32)
 
 
-# --- of an lm_head ------------------------------------------------------------------------------------------------
+# --- of an lm_head ------------------------------------------------------------------------------------------
 
 
 def _apply_fused_linear_cross_entropy(
@@ -183,9 +188,9 @@ def _apply_fused_linear_cross_entropy(
     """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.fused_linear_ce`.
 
     ``use_token_scaling`` multiplies the loss of each row by the probability of its target, without gradient.
-    ``accum_dtype=None`` sums the gradient of the weight in float32. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const``
-    have no effect: LIGER_BACKEND chooses kernels, LIGER_MEMORY_BUDGET the size of a chunk. A mean over no rows is 0,
-    and with ``reduction="none"`` the accuracy is one number per row.
+    ``accum_dtype=None`` sums the gradient of the weight in float32. ``ce_impl``, ``ce_mode`` and
+    ``chunk_mem_const`` have no effect: LIGER_BACKEND chooses kernels, LIGER_MEMORY_BUDGET the size of a
+    chunk. A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
     """
     token_weight = None
     if use_token_scaling:
@@ -220,7 +225,8 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """:func:`liger_fused_linear_cross_entropy` as a module. ``forward`` takes the weight of the lm_head first."""
+    """:func:`liger_fused_linear_cross_entropy` as a module. ``forward`` takes the weight of the lm_head
+    first."""
 
     def __init__(
         self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
@@ -250,14 +256,15 @@ def fused_linear_cross_entropy_forward(
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
     return_token_accuracy=False, return_predicted_tokens=False,
 ):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), for a scalar loss.
+    """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), for a scalar
+    loss.
 
     Gradients of tensors that require none are None.
     """
     if reduction == "none":
         raise ValueError(
-            "fused_linear_cross_entropy_forward: reduction is 'none', expected 'mean' or 'sum', whose gradients do "
-            "not depend on that of the loss"
+            "fused_linear_cross_entropy_forward: reduction is 'none', expected 'mean' or 'sum': with these "
+            "the gradients do not depend on the gradient of the loss"
         )
     leaves = [
         None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (_input, weight, bias)
@@ -288,8 +295,9 @@ def _apply_scaled_cross_entropy(
     """Negative log-likelihood of each row of ``_input`` (M, H), by :func:`liger.fused_linear_logprobs`.
 
     Returns:
-        The likelihoods (M,); with ``return_entropy`` also the entropies (M,); with ``selected_token_ids`` (K,) also
-        the log-probabilities (M, K) of those classes, all in float32 and differentiable, 0 in ignored rows.
+        The likelihoods (M,); with ``return_entropy`` also the entropies (M,); with ``selected_token_ids``
+        (K,) also the log-probabilities (M, K) of those classes, all in float32 and differentiable, 0 in
+        ignored rows.
     """
     metrics = ("entropy",) if return_entropy else ()
     result = fused_linear_logprobs(
@@ -302,7 +310,8 @@ def _apply_scaled_cross_entropy(
         rows, known = _input.float(), torch.where(valid.squeeze(-1), target, 0)
         target_logit = (rows * weight[known].float()).sum(-1) / temperature
         selected = rows @ weight[selected_token_ids].float().t() / temperature
-        # The logarithm of the partition function is the difference of the target's logit and its log-probability.
+        # The logarithm of the partition function is the difference of the target's logit and its
+        # log-probability.
         outputs.append(torch.where(valid, selected - (target_logit - logprobs).unsqueeze(-1), 0.0))
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -311,13 +320,14 @@ LigerFusedLinearScaledCrossEntropyFunction = function_class(
     "LigerFusedLinearScaledCrossEntropyFunction", _apply_scaled_cross_entropy
 )
 
-# --- of a vocabulary that is sharded over processes ---------------------------------------------------------------
+# --- of a vocabulary that is sharded over processes ---------------------------------------------------------
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
     input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
 ):  # fmt: skip
-    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.fused_linear_logprobs` with a group.
+    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.fused_linear_logprobs` with a
+    group.
 
     Args:
         weight: (classes of this process, H); all shards have equal size.
@@ -326,8 +336,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
         tiles_per_reduce: without effect.
 
     Returns:
-        The likelihoods (M,); with ``return_entropy`` also the entropies (M,), in float32, 0 in ignored rows. The
-        gradient of ``input`` is the complete one on every process.
+        The likelihoods (M,); with ``return_entropy`` also the entropies (M,), in float32, 0 in ignored rows.
+        The gradient of ``input`` is the complete one on every process.
     """
     result = fused_linear_logprobs(
         input,
@@ -391,7 +401,8 @@ class LigerVocabParallelCrossEntropy(nn.Module):
     """Cross entropy of logits (S, B, classes of this process); the loss has the shape of target, (S, B).
 
     Raises:
-        ValueError: in the forward, ``label_smoothing_formula="megatron"`` or ``label_smoothing_mode="partition"``.
+        ValueError: in the forward, ``label_smoothing_formula="megatron"`` or
+            ``label_smoothing_mode="partition"``.
     """
 
     def __init__(

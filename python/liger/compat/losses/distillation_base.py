@@ -13,10 +13,11 @@ from ...ops.cross_entropy.op import cross_entropy
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """A distillation loss whose logits exist a chunk of rows at a time; its gradients are made in the forward.
+    """A distillation loss: its logits exist a chunk of rows at a time, its gradients are computed in the
+    forward.
 
-    A subclass defines :meth:`distillation_loss_fn` in plain PyTorch, and a ``forward`` that calls the one of this class
-    with ``cls`` and ``ctx``.
+    A subclass defines :meth:`distillation_loss_fn` in plain PyTorch, and a ``forward`` that calls the one of
+    this class with ``cls`` and ``ctx``.
     """
 
     @staticmethod
@@ -107,6 +108,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *args):
-        """Gradients of student_input, student_weight, teacher_input, teacher_weight, target and student_bias."""
+        """Gradients of student_input, student_weight, teacher_input, teacher_weight, target and
+        student_bias."""
         grads = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
         return grads[0], grads[1], None, None, None, grads[2]

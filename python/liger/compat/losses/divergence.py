@@ -12,15 +12,17 @@ from ..function_class import function_class
 
 
 def _valid_rows(labels, ignore_index):
-    """The number of rows whose label is not ignored, at least 1, as a denominator; None without labels: all rows."""
+    """The number of rows without an ignored label, at least 1, as a denominator; None without labels: all
+    rows."""
     return None if labels is None else (labels != ignore_index).sum().clamp_min(1)
 
 
-# --- JSD ----------------------------------------------------------------------------------------------------------
+# --- JSD ----------------------------------------------------------------------------------------------------
 
 
 def _apply_jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
-    """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows whose label is not ignored."""
+    """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows without an ignored
+    label."""
     return jsd(
         _input, target.detach(), shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index,
         denominator=_valid_rows(shift_labels, ignore_index),
@@ -51,7 +53,7 @@ def _apply_fused_linear_jsd(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
     temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None,
 ):  # fmt: skip
-    """:func:`liger.fused_linear_jsd`: the mean over the rows whose label is not ignored."""
+    """:func:`liger.fused_linear_jsd`: the mean over the rows without an ignored label."""
     return fused_linear_jsd(
         student_input, student_weight, shift_labels, teacher_input=teacher_input.detach(),
         teacher_weight=teacher_weight.detach(), beta=jsd_beta, temperature=temperature, ignore_index=ignore_index,
@@ -93,7 +95,7 @@ class LigerFusedLinearJSD(nn.Module):
         )  # fmt: skip
 
 
-# --- KL -----------------------------------------------------------------------------------------------------------
+# --- KL -----------------------------------------------------------------------------------------------------
 
 
 def _apply_kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
@@ -150,7 +152,7 @@ def _apply_fused_linear_kl_div(
     rows = _valid_rows(shift_labels, ignore_index)
     rows = max(student_input.shape[0], 1) if rows is None else rows
     divisor = {"batchmean": rows, "mean": rows * student_weight.shape[0], "sum": None}[reduction]
-    # Logits whose softmax at this temperature has the given probabilities.
+    # Logits that have the given probabilities as their softmax at this temperature.
     teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log() * temperature
     return fused_linear_kl_div(
         student_input, student_weight, shift_labels, teacher_logits=teacher, temperature=temperature,
@@ -199,14 +201,14 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         )  # fmt: skip
 
 
-# --- TVD ----------------------------------------------------------------------------------------------------------
+# --- TVD ----------------------------------------------------------------------------------------------------
 
 
 def _apply_tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
     """Half the absolute difference of probabilities (rows, classes).
 
-    By torch operations: :func:`liger.tvd` takes logits or log-probabilities, whose gradients do not exist at
-    probability 0.
+    By torch operations: :func:`liger.tvd` takes logits or log-probabilities, and their gradients do not exist
+    at probability 0.
     """
     if reduction not in ("none", "sum", "mean", "batchmean"):
         raise ValueError(
@@ -243,7 +245,8 @@ class LigerTVDLoss(nn.Module):
 
 
 def _apply_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
-    """(cross entropy, total variation distance) of logits (rows, classes), one float32 number per row; 0 if ignored."""
+    """(cross entropy, total variation distance) of logits (rows, classes), one float32 number per row; 0 if
+    ignored."""
     return (
         cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none"),
         tvd(student_logits, teacher_logits.detach(), target, ignore_index=ignore_index, reduction="none"),

@@ -44,14 +44,14 @@ def liger_fused_linear_grpo(
     chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
     vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
 ):  # fmt: skip
-    """(loss, metrics) of :class:`liger.losses.FusedLinearGRPOLoss`; metrics are (KL divergence, clip ratio), or
-    (clip ratio,) if beta is 0.
+    """(loss, metrics) of :class:`liger.losses.FusedLinearGRPOLoss`; metrics are (KL divergence, clip ratio),
+    or (clip ratio,) if beta is 0.
 
     Args:
-        num_items_in_batch: tokens of all processes and micro-batches, for cispo, dapo and vespo; None: those of
-            ``attention_mask`` in all processes, by one all-reduce.
-        use_ref_model: False has the effect of a reference equal to the policy: the KL divergence is 0, whatever is
-            given for the reference.
+        num_items_in_batch: tokens of all processes and micro-batches, for cispo, dapo and vespo; None: the
+            tokens of ``attention_mask`` in all processes, by one all-reduce.
+        use_ref_model: False has the effect of a reference equal to the policy: the KL divergence is 0,
+            whatever is given for the reference.
     """
     if not use_ref_model:
         ref_per_token_logps = None

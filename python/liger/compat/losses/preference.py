@@ -42,7 +42,8 @@ def _logit_sums(hidden, weight, bias):
 
 
 def _metrics(metrics, hidden, weight, bias, *more):
-    """(chosen log-probabilities, rejected ones, mean logits of both, likelihood loss, rewards of both, *more)."""
+    """(chosen log-probabilities, rejected ones, mean logits of both, likelihood loss, rewards of both,
+    *more)."""
     sums = _logit_sums(hidden, weight, bias)
     half = sums.shape[0] // 2
     means = (s.sum() / max(half * hidden.shape[1] * weight.shape[0], 1) for s in (sums[:half], sums[half:]))
@@ -60,7 +61,7 @@ def _reference(use_ref_model, ref_input, ref_weight, ref_bias):
     return {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
 
 
-# --- functions ----------------------------------------------------------------------------------------------------
+# --- functions ----------------------------------------------------------------------------------------------
 
 
 def liger_fused_linear_dpo(
@@ -68,7 +69,8 @@ def liger_fused_linear_dpo(
     compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
     loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
 ):  # fmt: skip
-    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`. ``label_smoothing`` is for exo_pair and robust."""
+    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`. ``label_smoothing`` is for exo_pair and
+    robust."""
     if loss_type not in ("exo_pair", "robust"):
         label_smoothing = 0.0
     loss_of = _cached(
@@ -86,8 +88,8 @@ def liger_fused_linear_orpo(
     _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None,
     compiled=True, chunk_size=1,
 ):  # fmt: skip
-    """(loss, metrics) of :class:`liger.losses.FusedLinearORPOLoss`; the last metrics are the means of the logarithm of
-    the sigmoid of the log odds, and of the log odds."""
+    """(loss, metrics) of :class:`liger.losses.FusedLinearORPOLoss`; the last metrics are the means of the
+    logarithm of the sigmoid of the log odds, and of the log odds."""
     loss_of = _cached(
         FusedLinearORPOLoss, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss
     )
@@ -152,7 +154,7 @@ LigerFusedLinearSimPOFunction = function_class("LigerFusedLinearSimPOFunction", 
 LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto)
 
 
-# --- modules ------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------------------
 
 
 class LigerFusedLinearDPOLoss(nn.Module):

@@ -1,4 +1,5 @@
-"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their order."""
+"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their
+order."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PARAMETERS = {name: order.split() for order, names in _BY_PARAMETERS.items() for
 
 # Functions that ignore unknown keywords.
 OPEN = {"internvl", "smolvlm", "nemotron", "llava"}
-# Of granite, the loss from the logits is the default, so its training output has logits.
+# granite computes the loss from the logits by default, so that its training output has logits.
 LOSS_FROM_LOGITS = {"granite"}
 
 # Further model types of a function.

@@ -16,10 +16,11 @@ def _take_options(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """:class:`transformers.AutoModelForCausalLM` with the options of ``apply_liger_kernel_to_*`` as further keywords.
+    """:class:`transformers.AutoModelForCausalLM` with the options of ``apply_liger_kernel_to_*`` as further
+    keywords.
 
-    The returned model is patched, also if it is of a type that liger_kernel does not know. Other models are not
-    affected. A model in which nothing can be patched is returned unchanged, with a log message.
+    The returned model is patched, also if it is of a type that liger_kernel does not know. Other models are
+    not affected. A model in which nothing can be patched is returned unchanged, with a log message.
     """
 
     @classmethod

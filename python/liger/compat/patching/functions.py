@@ -58,8 +58,8 @@ def _signature(function: str) -> inspect.Signature:
 def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options of :func:`liger.patch` for the options of a function of liger_kernel.
 
-    ``rms_norm`` is also that of norms with a gate; ``swiglu`` and ``geglu`` are those of experts in :func:`liger.patch`
-    itself. Parts of a model that are not given are patched if any other part is.
+    ``rms_norm`` also stands for norms with a gate; ``swiglu`` and ``geglu`` stand for experts in
+    :func:`liger.patch` itself. Parts of a model that are not given are patched if any other part is.
     """
     own = {name: given.pop(name) for name in _OWN if name in given}
     parts = {name: bool(value) for name, value in given.items()}
@@ -107,7 +107,7 @@ def _make_function(name: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one model, or with ``model=None`` every {name} model that is constructed
     afterwards, until a call with all options False.
 
-    The options are those of liger_kernel, in its order, and by keyword all others of :func:`liger.patch`; of these,
+    The options are liger_kernel's, in its order, and by keyword all others of :func:`liger.patch`; of these,
     None for a part patches it if any other part is patched. With both losses the fused one is used. A module whose
     results would change is not patched; if nothing can be patched, a log message says so.
 
@@ -129,8 +129,8 @@ def _accepted(function: Callable[..., None], options: dict[str, Any]) -> dict[st
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patches every model of a type that is constructed afterwards. Unknown options are ignored; an unknown type is
-    left alone, with a log message."""
+    """Patches every model of a type that is constructed afterwards. Unknown options are ignored; an unknown
+    type is left alone, with a log message."""
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is None:
         logger.info("liger: liger_kernel has no model type %r: such models are not patched", model_type)
@@ -153,7 +153,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     _patch_instance(model, _options(type(model).__name__, given))
 
 
-# --- single modules -----------------------------------------------------------------------------------------------
+# --- single modules -----------------------------------------------------------------------------------------
 
 
 def _bind_method_to_module(module: nn.Module, method_name: str, new_method: Callable[..., Any]) -> None:
@@ -189,7 +189,8 @@ def _patch_rms_norm_module(
     module: Any, offset: float = 0.0, eps: float = 1e-6, casting_mode: str = "llama", in_place: bool = True,
     row_mode: bool | None = None,
 ) -> None:  # fmt: skip
-    """Gives a norm module the forward of LigerRMSNorm. ``eps`` is used if the module has no epsilon of its own."""
+    """Gives a norm module the forward of LigerRMSNorm. ``eps`` is used if the module has no epsilon of its
+    own."""
     attributes = {
         "offset": offset, "casting_mode": casting_mode, "variance_epsilon": _epsilon(module, eps),
         "in_place": in_place, "row_mode": row_mode,
@@ -198,7 +199,8 @@ def _patch_rms_norm_module(
 
 
 def _patch_layer_norm_module(module: Any, eps: float = 1e-6) -> None:
-    """Gives a layer norm module the forward of LigerLayerNorm. ``eps`` is used if the module has no epsilon."""
+    """Gives a layer norm module the forward of LigerLayerNorm. ``eps`` is used if the module has no
+    epsilon."""
     _become(module, LigerLayerNorm, {"variance_epsilon": _epsilon(module, eps)})
 
 

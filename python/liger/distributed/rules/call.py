@@ -1,4 +1,5 @@
-"""One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local tensors."""
+"""One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local
+tensors."""
 
 import re
 import warnings
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ..._core.dtensor.mixed import MixedTensors
 from ..._core.dtensor.placements import dense_strides, where_sharded
 
-# What the names of ops have behind the name of a public function.
+# Suffixes of op names after the name of a public function.
 _FORMS = re.compile(r"(_metrics|_lora)?(_forward|_backward|_add_grad_weight)?(_product)?_?$")
 
 
@@ -17,8 +18,8 @@ class Call:
     """The arguments of an op by name. DTensors become local tensors with :meth:`redistribute`.
 
     Raises:
-        RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one element:
-            such a tensor could be the global tensor or a shard.
+        RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one
+            element: such a tensor could be the global tensor or a shard.
     """
 
     def __init__(self, op, args, kwargs):
@@ -39,7 +40,7 @@ class Call:
             if isinstance(value, DTensor):
                 if value.device_mesh != self.mesh:
                     raise MixedTensors(
-                        f"{self.name}: {name} is on {value.device_mesh}, expected that of {first}, {self.mesh}"
+                        f"{self.name}: {name} is on {value.device_mesh}, expected the mesh of {first}, {self.mesh}"
                     )
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise MixedTensors(
@@ -55,7 +56,8 @@ class Call:
         return (Replicate(),) * self.mesh.ndim
 
     def redistribute(self, placements, *names):
-        """Redistributes arguments to these placements and makes them local. None and plain tensors do not change.
+        """Redistributes arguments to these placements and makes them local. None and plain tensors do not
+        change.
 
         Raises:
             RuntimeError: an argument that the op writes would have to move.
@@ -75,7 +77,7 @@ class Call:
             self.arguments[name] = tensor.to_local()
 
     def gather(self, *names):
-        """Replicates parameters. A warning names each weight of which every rank had only a part."""
+        """Replicates parameters. A warning names each weight that was split over the ranks."""
         for name in names:
             tensor = self.distributed.get(name)
             if tensor is not None and tensor.dim() > 1 and any(p.is_shard() for p in tensor.placements):

@@ -1,8 +1,9 @@
-"""DTensor rules of losses: each rank computes the losses of its tokens and divides by the denominator of all tokens.
+"""DTensor rules of losses: each rank computes the losses of its tokens and divides by the denominator of all
+tokens.
 
-A sum or mean is a ``Partial`` sum over ranks. The denominator of a mean needs the tokens of all ranks: one all-reduce
-of a scalar before the op. The accuracy needs another one. If the last dimension of logits or hidden states is sharded,
-they are redistributed to sharded tokens, which is exact and needs no more memory.
+A sum or mean is a ``Partial`` sum over ranks. The denominator of a mean needs the tokens of all ranks: one
+all-reduce of a scalar before the op. The accuracy needs another one. If the last dimension of logits or
+hidden states is sharded, they are redistributed to sharded tokens, which is exact and needs no more memory.
 """
 
 from torch.distributed.tensor import Partial, Shard
@@ -33,7 +34,8 @@ _REQUEST_FLAG = {
 
 
 def _tokens_of(tensor):
-    """Placements of (N, ...) with only N sharded: also where another dimension is sharded, or the tensor is partial."""
+    """Placements of (N, ...) with only N sharded: also where another dimension is sharded, or the tensor is
+    partial."""
     return tuple(
         p if p.is_replicate() or same == p else Shard(0)
         for p, same in zip(tensor.placements, restrict_sharding(tensor, (0,)), strict=True)

@@ -1,13 +1,13 @@
 """DTensor rules: the placements of arguments that each op needs, and the placements of its results.
 
-The main argument decides. If it is replicated, or sharded along a dimension whose shards are independent in the op, it
-is not redistributed, and the other arguments follow its placements without a gather. If it is sharded along another
-dimension (the hidden dimension of a norm) or partial, it is gathered first. So results are always those of the global
-tensors; only the speed depends on the placements.
+The main argument decides. If it is replicated, or sharded along a dimension whose shards are independent in
+the op, it is not redistributed, and the other arguments follow its placements without a gather. If it is
+sharded along another dimension (the hidden dimension of a norm) or partial, it is gathered first. The results
+are therefore always the results of the global tensors; only the speed depends on the placements.
 
-Registered with ``torch.library.register_torch_dispatch``, which is documented and the same in torch 2.10 to 2.13. The
-sharding strategies of ``torch.distributed.tensor`` are experimental, change with every release, and cannot express a
-loss whose denominator needs a reduction of its own.
+Registered with ``torch.library.register_torch_dispatch``, which is documented and the same in torch 2.10 to
+2.13. The sharding strategies of ``torch.distributed.tensor`` are experimental, change with every release, and
+cannot express a loss whose denominator needs a reduction of its own.
 """
 
 import torch
@@ -20,8 +20,8 @@ from .losses import LOSS_RULES
 
 
 def _declared(declaration):
-    """The rule of the ops of a declaration: each rank works on its shard of the independent dimensions with all of the
-    parameters, whose gradients are partial sums."""
+    """The rule of the ops of a declaration: each rank works on its shard of the independent dimensions with
+    all of the parameters, whose gradients are partial sums."""
 
     def rule(call):
         given = dict(call.arguments)
@@ -128,7 +128,8 @@ _BATCH, _TOKENS = Shard(0), Shard(2)
 
 
 def _redistribute_rope(call, q_name, k_name):
-    """Batch and tokens of q and k get the same sharding. Heads keep theirs, because k may have fewer heads than q."""
+    """Batch and tokens of q and k get the same sharding. Heads keep theirs, because k may have fewer heads
+    than q."""
     q, k, cos = call[q_name], call[k_name], call["cos"]
     q_placements = restrict_sharding(q, (0, 1, 2))
     k_heads = restrict_sharding(k, (1,))

@@ -1,8 +1,9 @@
-"""What the processes of a group exchange before a vocabulary-parallel call exchanges anything else.
+"""The first exchange between the processes of a group in a vocabulary-parallel call.
 
-Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the same on all
-processes. So an error on one process is an error on all, and none of them waits in vain. On the CPU this is one small
-all-gather per call. For CUDA tensors it would make the host wait, so there the processes agree on a layout once.
+Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the
+same on all processes. An error on one process is therefore an error on all, and none of them hangs. On the
+CPU this is one small all-gather per call. For CUDA tensors it would make the host wait, so there the
+processes agree on a layout once.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ class _Call(threading.local):
 
 
 class _Said(NamedTuple):
-    """What a process says: integers, which one collective exchanges."""
+    """The message of a process: integers, exchanged by one collective."""
 
     failed: int
     start: int
@@ -84,7 +85,8 @@ def meet(op, group, shards: VocabShards, classes, target, same):
         same: {name: value} of what has to be the same on all processes, with the options.
 
     Raises:
-        RuntimeError: a process has raised, shards that do not cover the vocabulary once, or values that differ.
+        RuntimeError: a process has raised, shards that do not cover the vocabulary once, or values that
+            differ.
     """
     _call.met = True
     agreed, key = _agreed.setdefault(group, {}), (op, shards, classes)
@@ -103,12 +105,13 @@ def meet(op, group, shards: VocabShards, classes, target, same):
 
 
 def may_have_empty_shards(op, group, shards, classes):
-    """Whether some process of a call has no class; True if its processes have not met, under CUDA graph capture."""
+    """True if some process of a call has no class, or if its processes have not met, under CUDA graph
+    capture."""
     return _agreed.get(group, {}).get((op, shards, classes), True)
 
 
 def options_of(input, weight, bias, memory_budget, **options):
-    """What has to be the same on all processes, of a call with an lm_head."""
+    """The values of a call with an lm_head that must be equal on all processes."""
     return {
         "number of rows": input.shape[0],
         "hidden size": input.shape[1],
@@ -123,7 +126,7 @@ def options_of(input, weight, bias, memory_budget, **options):
 
 
 def _plain(value):
-    """Of a tensor only whether it is given: its values are on a device."""
+    """An option as it is compared; for a tensor only that it is given, because its values are on a device."""
     return "given" if isinstance(value, torch.Tensor) else value
 
 
@@ -149,7 +152,8 @@ def _exchange(op, said, group):
 
 
 def _group_of(tensor, dim, group):
-    """The group of a call that has failed; None if no process can wait for this one, or that cannot be known."""
+    """The group of a call that has failed; None if no process can wait for this one, or that cannot be
+    known."""
     try:
         if group is None and isinstance(tensor, DTensor):
             return vocab_group(tensor, dim)
@@ -159,7 +163,7 @@ def _group_of(tensor, dim, group):
 
 
 def _tell(op, group, values, error):
-    """Lets the other processes raise, too. On CUDA they do not listen any more once they have agreed."""
+    """Makes the other processes raise as well. On CUDA they no longer wait for it once they have agreed."""
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
     if on_cuda and group in _agreed:
         return

@@ -1,4 +1,5 @@
-"""The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and autograd.
+"""The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and
+autograd.
 
 docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
 """
@@ -53,7 +54,7 @@ _library.define(
 )
 
 
-# --- the fused op -------------------------------------------------------------------------------------------------
+# --- the fused op -------------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
@@ -72,8 +73,8 @@ class Chunk(NamedTuple):
 
 
 class Gradients:
-    """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous float32
-    all-reduce that overlaps with the next chunk, then rounded once."""
+    """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous
+    float32 all-reduce that overlaps with the next chunk, then rounded once."""
 
     def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
         need_input, need_weight, need_bias = needs_grad
@@ -94,8 +95,8 @@ class Gradients:
         return None if self.sum is self.weight else self.weight
 
     def add(self, at, dlogits, x):
-        """Adds the gradients of a chunk. ``at``: what selects its rows in a tensor of all rows; ``x``: its rows of the
-        input, which may be overwritten if they are a copy."""
+        """Adds the gradients of a chunk. ``at``: what selects its rows in a tensor of all rows; ``x``: its
+        rows of the input, which may be overwritten if they are a copy."""
         need_input, need_weight, need_bias = self.needs_grad
         memory = self.computed.memory(self.input, at, x) if need_input else None
         if need_input and not self.alone:
@@ -145,8 +146,8 @@ class Gradients:
 def _chunks(rows, chunk_rows, chunks):
     """(slices of rows, number of chunks in flight).
 
-    A chunk is split into two halves where that costs no speed: the exchange of the statistics of one half overlaps
-    with the GEMM of the next.
+    A chunk is split into two halves where that costs no speed: the exchange of the statistics of one half
+    overlaps with the GEMM of the next.
     """
     in_flight, half = 1, -(-chunk_rows // 2)
     if chunks > 1 and half >= _FULL_SPEED_ROWS:
@@ -157,8 +158,9 @@ def _chunks(rows, chunk_rows, chunks):
 class Float32Gradients(Gradients):
     """:class:`Gradients` from gradients of the logits in float32.
 
-    Where hidden states and weight are bfloat16, these are rounded once to that dtype, as operands of both GEMMs. In
-    float16 they would underflow, so there, and with a float32 weight, the products are those of float32 numbers.
+    Where hidden states and weight are bfloat16, these are rounded once to that dtype, as operands of both
+    GEMMs. In float16 they would underflow, so there, and with a float32 weight, the products are products of
+    float32 numbers.
     """
 
     def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
@@ -198,8 +200,8 @@ class ChunkPlan(NamedTuple):
         rows=None,
         element_size=None,
     ):
-        """``rows``: how many rows of the input are computed; None: all. ``element_size``: bytes of a chunk per logit;
-        None: those of an element of the input."""
+        """``rows``: how many rows of the input are computed; None: all. ``element_size``: bytes of a chunk
+        per logit; None: the size of an element of the input."""
         hidden = input.shape[1]
         rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
@@ -211,7 +213,8 @@ class ChunkPlan(NamedTuple):
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
 
     def run(self, computed, start, finish):
-        """Calls ``finish(start(index, rows))`` for every chunk, with as many chunks between the two as are in flight.
+        """Calls ``finish(start(index, rows))`` for every chunk, with as many chunks between the two as are in
+        flight.
 
         ``index``: the number of the chunk; ``rows``: what selects its rows in a tensor of all rows.
         """
@@ -226,11 +229,12 @@ class ChunkPlan(NamedTuple):
     def new_logits(self, input, classes, spare=None, dtype=None):
         """A function of a chunk's number that returns the memory of its logits.
 
-        spare: a tensor whose memory is used instead if it is large enough. dtype: None: that of the input.
+        spare: a tensor whose memory is used instead if it is large enough. dtype: None: the dtype of the
+        input.
         """
         dtype = dtype or input.dtype
-        # Rows of logits start at multiples of 16 bytes, for tensor cores. Not on a CPU: its 16-bit GEMMs may read the
-        # memory between rows, and NaN there.
+        # Rows of logits start at multiples of 16 bytes, for tensor cores. Not on a CPU: its 16-bit GEMMs may
+        # read the memory between rows, and NaN there.
         per_16_bytes = 16 // dtype.itemsize if input.is_cuda else 1
         stride = -(-classes // per_16_bytes) * per_16_bytes
         size = max((s.stop - s.start for s in self.slices), default=0) * stride
@@ -302,7 +306,7 @@ def _(a):
 fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward.default, FUSED)
 
 
-# --- the op without the lm_head -------------------------------------------------------------------------------------
+# --- the op without the lm_head -----------------------------------------------------------------------------
 
 
 _PLAIN_OP = torch.ops.liger_distributed.cross_entropy_forward.default

@@ -1,7 +1,8 @@
-"""Losses of DTensors whose classes a dimension of the mesh shards, by the vocabulary-parallel ops.
+"""Losses of DTensors that are sharded along the classes, by the vocabulary-parallel ops.
 
-The public functions of whole vocabularies come here. Each function returns None for a call that the vocabulary-parallel
-ops do not take: the rules of the ops then redistribute, and warn of a weight that they gather.
+The public functions of whole vocabularies come here. Each function returns None for a call that the
+vocabulary-parallel ops do not take: the rules of the ops then redistribute, and warn of a weight that they
+gather.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from .shards import whole_tensor
 
 
 def _vocab_dimension(tensor, dim, has_rows):
-    """The dimension of the mesh that shards the classes; None unless it is one, and along the others the tensor is
-    whole or, with ``has_rows``, has rows of its own."""
+    """The dimension of the mesh that shards the classes; None unless it is one, and along the others the
+    tensor is whole or, with ``has_rows``, has rows of its own."""
     dim %= max(tensor.dim(), 1)
     sharded = [i for i, p in enumerate(tensor.placements) if is_sharded(p) and p.dim == dim]
     others = [p for i, p in enumerate(tensor.placements) if i not in sharded]
@@ -47,7 +48,8 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of_layer(cls, op, x, target, token_weight, dimension, names):
-        """Of hidden states x, which are gathered along the dimension of the mesh that shards the classes."""
+        """The rows of hidden states x, which are gathered along the dimension of the mesh that shards the
+        classes."""
         x, target, token_weight = align(op, x, target, token_weight, names)
         tokens = tuple(x.placements)
         rows = _replicated_along(dimension, tokens)
@@ -63,7 +65,8 @@ class _Rows(NamedTuple):
         return cls(logits, *others, logits.device_mesh, rows, rows)
 
     def denominator(self, options, vocab):
-        """That of a mean over the rows of all processes, where some have rows of their own; None: not needed."""
+        """The denominator of a mean over the rows of all processes, where some have rows of their own; None:
+        not needed."""
         if options.reduction != "mean" or options.denominator is not None:
             return options.denominator
         partial = where_sharded(self.placements, Partial())
@@ -101,7 +104,8 @@ def _options(options, rows, vocab):
 
 
 def _takes_layer(input, weight, bias):
-    """Whether the classes of weight and bias are sharded alike, over processes that have the rows of the input."""
+    """True if the classes of weight and bias are sharded alike, over processes that have the rows of the
+    input."""
     if not isinstance(weight, DTensor) or _vocab_dimension(weight, 0, False) is None or input.dim() < 2:
         return False
     others = [t for t in (input, bias) if isinstance(t, DTensor)]
@@ -115,7 +119,8 @@ def _bias_like(weight, bias):
 
 
 def fused_linear_ce(op, input, weight, target, bias, options, metrics, shards=None):
-    """:func:`liger.fused_linear_ce` of a weight whose rows, the classes, are sharded; None for other weights.
+    """:func:`liger.fused_linear_ce` of a weight that is sharded along its rows, the classes; None for other
+    weights.
 
     ``shards``: group, vocab_start and vocab_size, if the caller gave one of them.
     """
@@ -135,7 +140,7 @@ def fused_linear_ce(op, input, weight, target, bias, options, metrics, shards=No
 
 
 def cross_entropy(op, logits, target, options, metrics, shards=None):
-    """:func:`liger.cross_entropy` of logits whose classes are sharded; None for other logits."""
+    """:func:`liger.cross_entropy` of logits that are sharded along the classes; None for other logits."""
     if shards is not None:
         return functions.cross_entropy(logits, target, options, metrics, *shards)
     if logits.dim() < 2 or functions.needs_whole_rows(metrics):
@@ -151,7 +156,8 @@ def cross_entropy(op, logits, target, options, metrics, shards=None):
 
 
 def fused_linear_logprobs(op, names, input, weight, target, bias, options, metrics, shards=None):
-    """The fields of :class:`liger.LogProbs` of a weight whose rows are sharded; None for other weights."""
+    """The fields of :class:`liger.LogProbs` of a weight that is sharded along its rows; None for other
+    weights."""
     if shards is not None:
         return functions.fused_linear_logprobs(names, input, weight, target, bias, options, metrics, *shards)
     if not _takes_layer(input, weight, bias):

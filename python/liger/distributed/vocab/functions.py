@@ -3,9 +3,9 @@
 Every process calls these functions with the same rows and options, and with its own shard of the classes.
 docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
 
-The exchange of maxima, sums and target logits follows Narayanan et al., arXiv 2104.04473, section 3.2 (Megatron-LM);
-the chunks follow Hsu et al., "Liger Kernel", arXiv 2410.10989; the entropy is the entropy of a mixture of
-the softmax distributions of all processes.
+The exchange of maxima, sums and target logits follows Narayanan et al., arXiv 2104.04473, section 3.2
+(Megatron-LM); the chunks follow Hsu et al., "Liger Kernel", arXiv 2410.10989; the entropy is the entropy of a
+mixture of the softmax distributions of all processes.
 """
 
 from ..._core.head.results import output_like
@@ -90,7 +90,8 @@ def cross_entropy(logits, target, options, metrics, group=None, vocab_start=None
 def fused_linear_logprobs(
     names, input, weight, target, bias, options, metrics, group=None, vocab_start=None, vocab_size=None
 ):
-    """The fields of :class:`liger.LogProbs` of the shard of a process; ``names``: the argument names in messages."""
+    """The fields of :class:`liger.LogProbs` of the shard of a process; ``names``: the argument names in
+    messages."""
     op = name_of_call(LOGPROBS)
     check_budget_variable(options.memory_budget)
     check_ignore_index(op, names.target, target, options.ignore_index)

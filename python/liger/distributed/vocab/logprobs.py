@@ -38,8 +38,9 @@ _library.define(
     " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor stats, Tensor log_sum_sq_probs, Tensor mean_logits,"
     " Tensor kept, Tensor kept_rows)"
 )
-# keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory budget.
-# stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
+# keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory
+# budget. stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: results of a
+# forward with `keep`.
 _library.define(
     f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats,"
     f" Tensor entropy, {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
@@ -49,8 +50,8 @@ _library.define(
 
 
 class _Shard(NamedTuple):
-    """Statistics of rows over the classes of one process, or of every process after the exchange. Each process adds in
-    the order of ranks, so all get the same bits."""
+    """Statistics of rows over the classes of one process, or of every process after the exchange. Each
+    process adds in the order of ranks, so all get the same bits."""
 
     largest: torch.Tensor  # logit
     total: torch.Tensor  # sum of exp(z - largest); 0 on a process whose logits are all -inf
@@ -67,7 +68,7 @@ class _Shard(NamedTuple):
         classes = logits.shape[1]
         present = (target >= 0) & (target < classes)
         ignored = target == _IGNORED
-        # The op needs a class for the rows whose target another process has.
+        # The op needs a class for rows that have their target on another process.
         rows = head.statistics(logits, torch.where(present | ignored, target, 0), *requested[:2])
         largest, total = rows.stats
         # Without a class that has probability here, the statistics are NaN.
@@ -114,18 +115,20 @@ class _Shard(NamedTuple):
         return cls(*(next(parts) if flag else None for flag in flags))
 
     def merged(self):
-        """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless requested."""
+        """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless
+        requested."""
         reference = self.largest.amax(0)
         # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
         distance = self.largest - finite
         total = (distance.exp() * self.total).sum(0)
-        # Of the processes, without the log-sum-exp, which is rounded where logits are large.
+        # The shares of the processes, without the log-sum-exp, which is rounded where logits are large.
         log_share = torch.where(self.total == 0.0, -torch.inf, distance + self.total.log()) - total.log()
         logprobs = (self.logprobs + log_share).amax(0)
         entropy = argmax = total.new_empty(0)
         if self.entropy is not None:
-            # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a process.
+            # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a
+            # process.
             share = log_share.exp()
             entropy = torch.where(share == 0.0, 0.0, share * (self.entropy - log_share)).sum(0)
         if self.argmax is not None:
@@ -134,7 +137,7 @@ class _Shard(NamedTuple):
             argmax = torch.where(is_highest, classes, torch.iinfo(torch.int64).max).amin(0)
         squares = means = total.new_empty(0)
         if self.log_sum_sq_probs is not None:
-            # Of the classes of a process the sum is its share squared times that of its softmax.
+            # The sum over the classes of a process is its share squared times the sum over its softmax.
             squares = (self.log_sum_sq_probs + 2 * log_share).logsumexp(0)
         if self.mean_logits is not None:
             means = self.mean_logits.sum(0)
@@ -150,11 +153,11 @@ def _as_classes(bits):
     return bits.view(torch.int64 if bits.dtype == torch.float64 else torch.int32).long()
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def _bytes_per_logit(logits_dtype):
-    """Those of float32 logits and of their rounded gradient; None: those of the input's dtype."""
+    """Bytes of a float32 logit and of its rounded gradient; None: the size of the input's dtype."""
     return None if logits_dtype is None else 6
 
 
@@ -279,7 +282,7 @@ _library.impl("fused_linear_logprobs_forward", _forward, "CompositeExplicitAutog
 _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExplicitAutograd")
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
@@ -298,7 +301,7 @@ register_fake("liger_distributed::fused_linear_logprobs_backward")(
 )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):

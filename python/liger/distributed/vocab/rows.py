@@ -9,7 +9,8 @@ from ...ops.cross_entropy.stats import cross_entropy_stats, cross_entropy_stats_
 
 
 class WholeRows(NamedTuple):
-    """The statistics of rows over all classes. Every process adds in the order of ranks, so all get the same bits."""
+    """The statistics of rows over all classes. Every process adds in the order of ranks, so all get the same
+    bits."""
 
     reference: torch.Tensor  # the largest logit
     total: torch.Tensor  # sum of exp(z - reference)
@@ -33,8 +34,8 @@ class WholeRows(NamedTuple):
 
 
 class Rows:
-    """The row rule of a call and its results, on the process with the classes from ``vocab_start`` on, ``classes`` in
-    number."""
+    """The row rule of a call and its results, on the process with the classes from ``vocab_start`` on,
+    ``classes`` in number."""
 
     def __init__(self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics):
         ce_weight, self.classes = options.ce_weight, classes
@@ -49,13 +50,13 @@ class Rows:
         self.options = (vocab_start, options.ignore_index, options.softcap)
 
     def clear_others(self, computed):
-        """Writes the results of rows that are not computed: those of ignored rows."""
+        """Writes the results of the rows that are not computed, the ignored rows."""
         for values in (self.results.loss, self.results.z_loss, self.results.logprobs):
             computed.clear(values)
 
     def stats(self, rows, logits):
         if self.classes == 0:
-            # Of no exponential: the largest logit is -inf, and sums are 0.
+            # Without classes the largest logit is -inf, and sums are 0.
             stats = torch.zeros(
                 3 + 2 * self.smoothing, len(logits), dtype=self.rule.wide, device=logits.device
             )
@@ -72,8 +73,8 @@ class Rows:
         return torch.cat([stats, torch.zeros_like(stats[:1]) + weight_sum])
 
     def fill(self, rows, gathered):
-        """Computes losses and metrics of rows. Returns the arguments (reference, coef_exp, coef_target, coef_class) of
-        cross_entropy_stats_backward for an upstream gradient of 1."""
+        """Computes losses and metrics of rows. Returns the arguments (reference, coef_exp, coef_target,
+        coef_class) of cross_entropy_stats_backward for an upstream gradient of 1."""
         rule, merged = self.rule, WholeRows.merge(gathered)
         self.results.fill_from(rows, *merged)
         coef_exp, coef_target, coef_class = gradient_weights(rule, rows, merged.reference, merged.total)
@@ -102,7 +103,8 @@ class Rows:
 
 
 def check_class_weights(op, ce_weight, target, vocab):
-    """Raises RuntimeError for weights that are not those of the whole vocabulary, on the device of the target."""
+    """Raises RuntimeError unless the weights cover the whole vocabulary and are on the device of the
+    target."""
     if ce_weight is None:
         return
     if ce_weight.shape != (vocab,):

@@ -21,8 +21,8 @@ class VocabShards(NamedTuple):
 
 
 def group_of(op, group):
-    """The group; None: the default group. Raises RuntimeError without process groups, or if this process is not a
-    member."""
+    """The group; None: the default group. Raises RuntimeError without process groups, or if this process is
+    not a member."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(f"{op}: torch.distributed has no process group: call init_process_group first")
     group = dist.group.WORLD if group is None else group
@@ -42,13 +42,13 @@ def _mesh_dimension(op, name, mesh, group):
             return dimension
     found = " or ".join(str(_ranks(mesh.get_group(dimension))) for dimension in range(mesh.ndim))
     raise RuntimeError(
-        f"{op}: {name} is a DTensor over ranks {found}, expected those of the group, {_ranks(group)}"
+        f"{op}: {name} is a DTensor over ranks {found}, expected the ranks of the group, {_ranks(group)}"
     )
 
 
 def vocab_group(tensor, dim):
-    """The processes that share dimension ``dim`` of a DTensor, the classes; None if no or several dimensions of its
-    mesh shard it."""
+    """The processes that share dimension ``dim`` of a DTensor, the classes; None if no or several dimensions
+    of its mesh shard it."""
     dim %= max(tensor.dim(), 1)
     sharded = [i for i, p in enumerate(tensor.placements) if is_sharded(p) and p.dim == dim]
     return tensor.device_mesh.get_group(sharded[0]) if len(sharded) == 1 else None
@@ -80,10 +80,10 @@ def _vocab_dimension(op, name, tensor, dim, has_rows):
 def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
     """(local tensor, group, number of all classes) of a DTensor; of a plain tensor the arguments.
 
-    ``rows``: the other operand of a weight, which has the rows; None: the tensor has them itself. The gradient of a
-    weight is a ``Partial`` sum along the dimensions of the mesh where processes have rows of their own: everywhere but
-    along the vocabulary and where ``rows`` is replicated, or will be. A _StridedShard has rows of its own as well, but
-    its ``is_shard()`` is False in torch 2.13.
+    ``rows``: the other operand of a weight, which has the rows; None: the tensor has them itself. The
+    gradient of a weight is a ``Partial`` sum along the dimensions of the mesh where processes have rows of
+    their own: everywhere but along the vocabulary and where ``rows`` is replicated, or will be. A
+    _StridedShard has rows of its own as well, but its ``is_shard()`` is False in torch 2.13.
     """
     if not isinstance(tensor, DTensor):
         return tensor, group, vocab_size
@@ -91,11 +91,12 @@ def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
     found = mesh.get_group(dimension)
     if group is not None and _ranks(group) != _ranks(found):
         raise RuntimeError(
-            f"{op}: {name} is a DTensor over ranks {_ranks(found)}, expected those of the group, {_ranks(group)}"
+            f"{op}: {name} is a DTensor over ranks {_ranks(found)}, expected the ranks of the group, {_ranks(group)}"
         )
     if vocab_size not in (None, tensor.shape[dim]):
         raise ValueError(
-            f"{op}: vocab_size is {vocab_size}, expected that of {name}, a DTensor of shape {tuple(tensor.shape)}"
+            f"{op}: vocab_size is {vocab_size}, expected the classes of {name}, a DTensor of shape "
+            f"{tuple(tensor.shape)}"
         )
     gradient = list(tensor.placements)
     if rows is not None and mesh.ndim > 1:
@@ -129,9 +130,9 @@ def whole_tensor(tensor):
 def find_shard(op, name, classes, group, vocab_start, vocab_size):
     """The :class:`VocabShards` of a process with ``classes`` classes.
 
-    Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller last one and
-    none on the processes after it. Raises RuntimeError if the number of classes does not fit, ValueError for
-    a ``vocab_start`` or ``vocab_size`` out of range. No communication.
+    Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller
+    last one and none on the processes after it. Raises RuntimeError if the number of classes does not fit,
+    ValueError for a ``vocab_start`` or ``vocab_size`` out of range. No communication.
     """
     group = group_of(op, group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -162,8 +163,8 @@ def find_shard(op, name, classes, group, vocab_start, vocab_size):
 
 
 def gather(stats, group):
-    """All-gather of the (statistics, rows) of every process: ((world, statistics, rows), the Work to wait for or
-    None)."""
+    """All-gather of the (statistics, rows) of every process: ((world, statistics, rows), the Work to wait for
+    or None)."""
     world = dist.get_world_size(group)
     if world == 1:
         return stats.unsqueeze(0), None
@@ -173,7 +174,8 @@ def gather(stats, group):
 
 
 def layer_to_check(op, weight, bias):
-    """Weight and bias of a process for the checks of ops that need a class; without classes, those of one class."""
+    """Weight and bias of a process for the checks of ops that need a class; a process without classes gets
+    one class."""
     if weight.dim() != 2 or weight.shape[0] > 0:
         return weight, bias
     if bias is not None and bias.shape != (0,):

@@ -1,11 +1,11 @@
-"""fused_linear_ce of a sharded vocabulary on the wgmma engine of compute capability 9.0: steps and communication.
-:mod:`liger.distributed.vocab.sm90_logprobs` has log-probabilities.
+"""fused_linear_ce of a sharded vocabulary on the wgmma engine of compute capability 9.0: steps and
+communication. :mod:`liger.distributed.vocab.sm90_logprobs` has log-probabilities.
 
-A chunk of rows takes three compiled steps (csrc/lm_head/sm90/shards/fused_linear_ce.cu): exponentials of the logits
-with their sums, the row rule with the input gradient of the shard in float32, and the weight gradient. Before the
-first chunk the processes add the logits of the targets, which are the references of the exponentials. Between the
-first two steps they gather the sums, before the third one they add the input gradients. The host never waits for the
-device, except in the first call of a group.
+A chunk of rows takes three compiled steps (csrc/lm_head/sm90/shards/fused_linear_ce.cu): exponentials of the
+logits with their sums, the row rule with the input gradient of the shard in float32, and the weight gradient.
+Before the first chunk the processes add the logits of the targets, which are the references of the
+exponentials. Between the first two steps they gather the sums, before the third one they add the input
+gradients. The host never waits for the device, except in the first call of a group.
 """
 
 import os
@@ -21,8 +21,8 @@ from .shards import VocabShards, gather
 
 
 class CompiledSteps:
-    """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``, ``finish``, and
-    those of log-probabilities, ``logprobs_begin``, ``logprobs``, ``logprob_gradients``.
+    """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``,
+    ``finish``, and for log-probabilities ``logprobs_begin``, ``logprobs``, ``logprob_gradients``.
 
     Tests replace :data:`steps` by an implementation in torch.
     """
@@ -32,12 +32,12 @@ class CompiledSteps:
 
     @staticmethod
     def are_built():
-        """Whether this build has them: the same on all processes, as builds are."""
+        """True if this build has the steps; all processes have the same build."""
         return hasattr(torch.ops.liger_sm90, "shard_begin")
 
     @staticmethod
     def take(input):
-        """Whether these hidden states may be for them: what does not depend on the machine of a process."""
+        """True if the steps may take these hidden states, as far as that does not depend on the machine."""
         return input.is_cuda and input.dtype == torch.bfloat16
 
     @staticmethod
@@ -48,7 +48,7 @@ class CompiledSteps:
         return torch.ops.liger_sm90.shard_clusters.default(input)
 
 
-# The class whose instance makes the steps of a call.
+# The class of the steps of a call.
 steps = CompiledSteps
 
 # {process group: {(device, LIGER_WGMMA, backend of the op): clusters}}
@@ -56,10 +56,11 @@ _agreed: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDiction
 
 
 def _agreed_clusters(input, group):
-    """The least number of clusters of the devices of a group, on each of its processes; 0: some device cannot.
+    """The minimum number of clusters over the devices of a group, on each of its processes; 0: some device
+    cannot.
 
-    Plans depend on it, and processes with different plans would wait for each other for ever. The first call of a
-    group communicates and waits for the device, so under CUDA graph capture it returns 0.
+    Plans depend on it, and processes with different plans would wait for each other for ever. The first call
+    of a group communicates and waits for the device, so under CUDA graph capture it returns 0.
     """
     known = _agreed.setdefault(group, {})
     key = input.device, os.environ.get("LIGER_WGMMA"), FAMILIES["fused_linear_ce"].choice
@@ -74,10 +75,11 @@ def _agreed_clusters(input, group):
 
 
 def clusters_for(input, weight, bias, group):
-    """The least number of clusters of the devices of a group, or 0 where its processes do not take the engine.
+    """The minimum number of clusters over the devices of a group, or 0 where its processes do not take the
+    engine.
 
-    The same on all of them: it depends on arguments that are equal everywhere, on the build, and on a number that the
-    group has agreed on. In particular it does not depend on the number of classes of this process.
+    The same on all of them: it depends on arguments that are equal everywhere, on the build, and on a number
+    that the group has agreed on. In particular it does not depend on the number of classes of this process.
     """
     if not (steps.are_built() and steps.take(input)) or weight.dtype != input.dtype:
         return 0
@@ -92,7 +94,8 @@ def rank_classes(vocab_size, group):
 
 
 def plan_of(input, weight, bias, options, group, vocab_size, needs_grad):
-    """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all processes."""
+    """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all
+    processes."""
     if options.label_smoothing != 0.0:
         return None
     clusters = clusters_for(input, weight, bias, group)
@@ -113,17 +116,17 @@ class ShardCall:
     """Memory and steps of a call on one process, between which the processes communicate.
 
     Attributes:
-        target_logit: float32, of the gathered rows; the first step writes those of the classes of this process. All
-            processes then need the sum.
-        rows: the gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
+        target_logit: float32, of the gathered rows; the first step writes the logits of targets among the
+            classes of this process. All processes then need the sum.
+        rows: the gathered rows; the rows of a chunk become their gradient when all its GEMMs have read them.
     """
 
     def __init__(
         self, input, weight, target, shards, plan: LinearCePlan, needs_grad, *, softcap=None, temperature=1.0,
         metrics=False, kept=None,
     ):  # fmt: skip
-        """``needs_grad``: of input and weight, in this call. ``metrics``: entropies or argmax are requested. ``kept``:
-        the memory of the exponentials, if they outlive the call."""
+        """``needs_grad``: of input and weight, in this call. ``metrics``: entropies or argmax are requested.
+        ``kept``: the memory of the exponentials, if they outlive the call."""
         self._steps = steps()
         self._need_input, self._need_weight = needs_grad
         self._shards, self._plan, self._with_metrics = VocabShards(*shards), plan, metrics
@@ -156,8 +159,9 @@ class ShardCall:
         return self._floats(most, self.rows.shape[1])
 
     def exponentials(self, index, keep=False):
-        """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials;
-        with metrics sums for the entropy, and two words with the largest logit and its class."""
+        """The numbers of the rows of a chunk that the processes exchange, (numbers, rows): references and
+        sums of exponentials; with metrics also sums for the entropy, and two words with the largest logit and
+        its class."""
         numbers = ENGINE.rank_numbers_with_metrics if self._with_metrics else ENGINE.rank_numbers
         sums = self._floats(numbers, self._plan.chunks[index].rows)
         self._steps.exponentials(
@@ -173,8 +177,8 @@ class ShardCall:
             )
 
     def gradients(self):
-        """(grad_input, grad_weight) after the last chunk, when ``rows`` has the sums of input gradients; without
-        elements if they are not needed."""
+        """(grad_input, grad_weight) after the last chunk, when ``rows`` has the sums of input gradients;
+        without elements if they are not needed."""
         if self._need_input:
             self._steps.finish(self._state, self.rows)
         empty = self.rows.new_empty
@@ -193,8 +197,8 @@ class Results(NamedTuple):
 
 
 class Call(ShardCall):
-    """A loss: :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk
-    of the plan in turn, then :meth:`results`."""
+    """A loss: :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for
+    each chunk of the plan in turn, then :meth:`results`."""
 
     def __init__(self, input, weight, target, options, shards, rank, plan, metrics, needs_grad):
         super().__init__(input, weight, target, shards, plan, needs_grad[:2], softcap=options.softcap)
@@ -219,9 +223,10 @@ class Call(ShardCall):
         )  # fmt: skip
 
     def apply_rule(self, index, gathered, grad_input):
-        """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this process.
+        """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this
+        process.
 
-        ``gathered``: (processes, 2, rows), those of :meth:`exponentials` of all processes.
+        ``gathered``: (processes, 2, rows), the results of :meth:`exponentials` of all processes.
         """
         options = self.options
         self._steps.rule(
@@ -231,7 +236,8 @@ class Call(ShardCall):
         )  # fmt: skip
 
     def results(self):
-        """Those of ``liger_distributed::fused_linear_ce_forward``. ``rows`` has the sums of input gradients then."""
+        """The results of ``liger_distributed::fused_linear_ce_forward``. ``rows`` then has the sums of input
+        gradients."""
         gradients = self.gradients()
         loss, z_loss, logprobs = self._results
         if self.options.reduction != "none":
@@ -249,7 +255,7 @@ def sum_target_logits(call, group):
 
 
 def gathered_sums(sums, group):
-    """Those of :meth:`ShardCall.exponentials` of all processes, (processes, numbers, rows)."""
+    """The results of :meth:`ShardCall.exponentials` on all processes, (processes, numbers, rows)."""
     gathered, work = gather(sums, group)
     if work is not None:
         work.wait()
@@ -257,13 +263,14 @@ def gathered_sums(sums, group):
 
 
 def add_gradients(call, index, chunk, part, group):
-    """Adds the gradients of a chunk. ``part``: the input gradient of this process; no elements if it is not needed."""
-    # Not beside the GEMM of the weight gradient, whose blocks take whole SMs: where it is first on one device and
-    # the all-reduce on another, that one waits for a whole GEMM.
+    """Adds the gradients of a chunk. ``part``: the input gradient of this process; no elements if it is not
+    needed."""
+    # The all-reduce must not overlap with the GEMM of the weight gradient: the blocks of the GEMM take whole
+    # SMs, so where it starts first on one device, the all-reduce of another device waits for a whole GEMM.
     if part.numel() and dist.get_world_size(group) > 1:
         dist.all_reduce(part, group=group)
     call.add_grad_weight(index)
-    # That GEMM has read the gathered rows.
+    # The GEMM above has read the gathered rows.
     if part.numel():
         call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
 

@@ -1,9 +1,11 @@
-"""fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of steps.
+"""fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of
+steps.
 
-The steps are those of csrc/lm_head/sm90/shards/logprobs.cu. In the forward the processes add the logits of the targets
-and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its
-exponentials need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again,
-unless the forward has kept them. The host never waits for the device, except in the first call of a group.
+The steps are those of csrc/lm_head/sm90/shards/logprobs.cu. In the forward the processes add the logits of
+the targets and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over
+all classes, so its exponentials need no exchange; the processes add the input gradients of each chunk. It
+computes the exponentials again, unless the forward has kept them. The host never waits for the device, except
+in the first call of a group.
 """
 
 from typing import NamedTuple
@@ -16,7 +18,8 @@ from .sm90 import ShardCall, add_gradients, clusters_for, gathered_sums, rank_cl
 
 
 class Head(NamedTuple):
-    """The arguments of forward and backward: on all processes the same, but for ``weight`` and ``vocab_start``."""
+    """The arguments of forward and backward: on all processes the same, but for ``weight`` and
+    ``vocab_start``."""
 
     input: torch.Tensor
     weight: torch.Tensor
@@ -48,17 +51,18 @@ class Head(NamedTuple):
         return plan if plan.chunks else None
 
     def keeps_exponentials(self):
-        """Whether a forward keeps the exponentials of all rows for its backward: where they fit the memory budget."""
+        """True if a forward keeps the exponentials of all rows for its backward: where they fit the memory
+        budget."""
         needed = exponentials_bytes(self.input.shape[0], rank_classes(self.vocab_size, self.group))
         return needed <= budget_or_default(self.memory_budget) and self.plan((True, True)) is not None
 
 
 def supports(bias, softcap, logits_dtype, log_sum_sq_probs=False, mean_logits=False):
-    """Whether the engine has the options of a call."""
+    """True if the engine has the options of a call."""
     return bias is None and softcap is None and logits_dtype is None and not (log_sum_sq_probs or mean_logits)
 
 
-# --- kept exponentials ----------------------------------------------------------------------------------------------
+# --- kept exponentials --------------------------------------------------------------------------------------
 
 
 def one_chunk(rows, k_splits=1):
@@ -72,7 +76,7 @@ def kept_shapes(rows, classes):
     return (exponentials_bytes(rows, classes) // 2,), (rows, ENGINE.kept_numbers)
 
 
-# --- one process ----------------------------------------------------------------------------------------------------
+# --- one process --------------------------------------------------------------------------------------------
 
 
 class Results(NamedTuple):
@@ -85,7 +89,7 @@ class Results(NamedTuple):
 
 
 class LogProbCall(ShardCall):
-    """What forward and backward share."""
+    """The state that forward and backward share."""
 
     def __init__(self, head: Head, plan, needs_grad, **memory):
         super().__init__(
@@ -111,8 +115,8 @@ class Forward(LogProbCall):
 
     Attributes:
         results: of all rows.
-        kept, kept_rows: what a backward may use instead of computing the exponentials again; without elements unless
-            ``keep``.
+        kept, kept_rows: what a backward may use instead of computing the exponentials again; without elements
+            unless ``keep``.
     """
 
     def __init__(self, head: Head, plan, entropy, argmax, keep):
@@ -132,7 +136,7 @@ class Forward(LogProbCall):
         return super().exponentials(index, self._keep)
 
     def write_results(self, index, gathered):
-        """``gathered``: those of :meth:`exponentials` of all processes, (processes, numbers, rows)."""
+        """``gathered``: the results of :meth:`exponentials` of all processes, (processes, numbers, rows)."""
         self._steps.logprobs(
             self._target, self._ignore_index, self._shards.vocab, gathered, *self._operands, self._numbers, index,
             *self._memory, *self.results, self.kept_rows,
@@ -140,8 +144,8 @@ class Forward(LogProbCall):
 
 
 class Backward(LogProbCall):
-    """:meth:`begin`, then :meth:`input_gradient` and :meth:`add_grad_weight` for each chunk of the plan in turn, then
-    :meth:`gradients`."""
+    """:meth:`begin`, then :meth:`input_gradient` and :meth:`add_grad_weight` for each chunk of the plan in
+    turn, then :meth:`gradients`."""
 
     def __init__(self, head: Head, plan, needs_grad, stats, entropy, kept, kept_rows, grads):
         """``grads``: upstream gradients of the log-probabilities, and of the entropies or None."""
@@ -155,15 +159,15 @@ class Backward(LogProbCall):
         self._begin(self._results(0, False, False))
 
     def input_gradient(self, index, grad_input):
-        """The gradients of the logits of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this
-        process."""
+        """The gradients of the logits of a chunk, and into ``grad_input`` (rows, hidden) the input gradient
+        of this process."""
         self._steps.logprob_gradients(
             *self._upstream, self._target, self._shards.vocab, self._temperature, *self._of_forward,
             *self._operands, self._need_input, self._numbers, index, *self._memory, grad_input,
         )  # fmt: skip
 
 
-# --- all processes --------------------------------------------------------------------------------------------------
+# --- all processes ------------------------------------------------------------------------------------------
 
 
 def forward_plan(head: Head, keep):
@@ -192,7 +196,7 @@ def backward_plan(head: Head, needs_grad, with_entropy, keeps):
     plan = head.plan(needs_grad, memory_budget=budget)
     if with_entropy or plan is None:
         return plan
-    # The split-K of its input gradient, if that would have been one chunk, too.
+    # The split-K of its input gradient, if that would also have been one chunk.
     splits = plan.chunks[0].k_splits if len(plan.chunks) == 1 else 1
     return one_chunk(head.input.shape[0], splits)
 

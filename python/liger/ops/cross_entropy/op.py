@@ -54,7 +54,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::cross_entropy_forward")
@@ -86,17 +86,18 @@ def _(grad_loss, logits, *rest):
     return None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
-# Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward takes.
+# Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward
+# takes.
 _REDUCTION = arguments_type(torch.ops.liger.cross_entropy_forward.default)._fields.index("reduction")
 
 
 def _gradient_in_forward(logits, reduction):
-    """Whether the forward computes the gradient, which the backward then multiplies by the upstream scalar.
+    """True if the forward computes the gradient, which the backward then multiplies by the upstream scalar.
 
-    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code, whose
-    backward cannot overwrite saved tensors: the product would be an extra pass.
+    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code:
+    its backward cannot overwrite saved tensors: the product would be an extra pass.
     """
     possible = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
     return possible and not is_traced(logits)
@@ -104,7 +105,8 @@ def _gradient_in_forward(logits, reduction):
 
 def _setup(ctx, inputs, output):
     _refuse_gradients(inputs)
-    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad
+    # mode.
     ctx.has_gradient = inputs[-1] and inputs[_REDUCTION] != "none"
     _save(ctx, inputs, *output[6:])
     # The gradient is marked as differentiable: see refuse_gradient_outputs.
@@ -144,7 +146,8 @@ _backward_op_ = forbid_autograd("cross_entropy_backward_")
 
 
 class _Inplace(torch.autograd.Function):
-    """cross_entropy_forward whose gradient overwrites the logits, in the forward (``has_gradient``) or the backward.
+    """cross_entropy_forward with a gradient that overwrites the logits, in the forward (``has_gradient``) or
+    the backward.
 
     It saves the same tensors as the registered formula, with the overwritten logits as their gradient.
     """
@@ -179,7 +182,7 @@ class _Inplace(torch.autograd.Function):
 
 
 def _inplace_applies(logits):
-    """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
+    """True if the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
 
     Compiled code takes the functional form; the compiler reuses buffers itself.
     """
@@ -189,10 +192,10 @@ def _inplace_applies(logits):
     return non_overlapping([logits])
 
 
-# --- composite ----------------------------------------------------------------------------------------------------
+# --- composite ----------------------------------------------------------------------------------------------
 
 
-def _run(logits, target, options, metrics, inplace, shards=None):
+def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
     check_ignore_index("cross_entropy", "target", target, options.ignore_index)
     check_denominator("cross_entropy", options.denominator, options.reduction)
     if shards is not None or is_dtensor(logits):
@@ -216,14 +219,14 @@ def _run(logits, target, options, metrics, inplace, shards=None):
 
 
 def _composite(logits, target, *options):
-    return _run(logits, target, CEOptions(*options), Metrics(), inplace=False)
+    return _cross_entropy(logits, target, CEOptions(*options), Metrics(), inplace=False)
 
 
 _library = torch.library.Library("liger", "IMPL")
 _library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 # An empty tuple is also a sequence of names.
@@ -265,48 +268,55 @@ def cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy between logits and class indices, computed in float32.
 
-    Without the options that torch lacks it is ``torch.nn.functional.cross_entropy(logits, target, weight=ce_weight,
-    ...)`` with the classes in the last dimension. docs/cross_entropy.md defines every term.
+    Without the options that torch lacks it is
+    ``torch.nn.functional.cross_entropy(logits, target, weight=ce_weight, ...)`` with the classes in the last
+    dimension. docs/cross_entropy.md defines every term.
 
     Args:
-        logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides. A DTensor whose
-            classes a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
+        logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides. A DTensor
+            whose classes a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         ce_weight: (V,), a weight per class, any floating dtype.
         token_weight: (...), a factor of the loss of each row, any floating dtype.
-        denominator: the divisor of ``"mean"`` and ``"sum"``, a number or a device tensor with one element. By default
-            ``"mean"`` divides by the sum of class weights over valid rows. Pass the count of the whole batch to split
-            it into micro-batches whose losses add up.
+        denominator: the divisor of ``"mean"`` and ``"sum"``, a number or a device tensor with one element. By
+            default ``"mean"`` divides by the sum of class weights over valid rows. Pass the count of the
+            whole batch to split it into micro-batches whose losses add up.
         ignore_index: rows with this target have no loss and no gradient.
         label_smoothing: the probability mass that is distributed evenly over all classes, between 0 and 1.
         lse_square_scale: the factor of the z-loss, ``logsumexp(logits)^2`` (de Brebisson and Vincent, arXiv
             1604.08859; PaLM, arXiv 2204.02311, section 5).
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        metrics: names among ``"z_loss"``, ``"token_accuracy"``, ``"argmax"``, ``"logprobs"`` and ``"entropy"``, which
-            are computed in the same pass; :class:`CrossEntropyOutput` describes each.
+        reduction: ``"mean"``; ``"sum"``, so that the losses of micro-batches add up; or ``"none"``, a loss
+            per row. For weights per row, pass token_weight instead of multiplying the result of ``"none"``.
+        metrics: names among ``"z_loss"``, ``"token_accuracy"``, ``"argmax"``, ``"logprobs"`` and
+            ``"entropy"``, which are computed in the same pass; :class:`CrossEntropyOutput` describes each.
         group, vocab_start, vocab_size: the logits have the classes of this process alone, one shard among the
-            processes of a group (None: all processes): the first of its classes, and the number of all classes
-            (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only ``"z_loss"`` and
-            ``"logprobs"`` are then available as metrics, and inplace has no effect.
+            processes of a group (None: all processes): the first of its classes, and the number of all
+            classes (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only
+            ``"z_loss"`` and ``"logprobs"`` are then available as metrics, and inplace has no effect.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
-        inplace: the gradient overwrites the logits, which must not be used afterwards: autograd raises if it needs
-            their old values. With a scalar reduction the forward writes it; with ``"none"``, and for float16 logits,
-            the backward does, unless the graph is retained. No effect in compiled code, or if the logits need no
-            gradient or overlap themselves.
+        inplace: the gradient overwrites the logits, which saves a tensor of their size. Set it if only the
+            loss uses the logits: autograd raises if it needs their old values. With a scalar reduction the
+            forward writes it; with ``"none"``, and for float16 logits, the backward does, unless the graph is
+            retained. No effect in compiled code, or if the logits need no gradient or overlap themselves.
 
     Returns:
-        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the shape of the target.
-        With metrics a :class:`CrossEntropyOutput`, whose per-row fields have the shape of the target. Only the loss is
-        differentiable, and only with respect to the logits.
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the shape of the
+        target. With metrics a :class:`CrossEntropyOutput`; its per-row fields have the shape of the target.
+        Only the loss is differentiable, and only with respect to the logits.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: options out of range, a denominator with ``"none"``.
-        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a weight or denominator that
-            requires grad. With ``inplace``: logits that are a leaf and require grad.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a weight or denominator
+            that requires grad. With ``inplace``: logits that are a leaf and require grad.
 
-    Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row; label
-    smoothing as in Szegedy et al., arXiv 1512.00567.
+    Example::
+
+        >>> loss = liger.cross_entropy(logits, target, label_smoothing=0.1)
+        >>> output = liger.cross_entropy(logits, target, metrics=("token_accuracy",))
+
+    Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row;
+    label smoothing as in Szegedy et al., arXiv 1512.00567.
     """
     options = CEOptions(
         ce_weight=ce_weight,
@@ -319,4 +329,4 @@ def cross_entropy(
         reduction=reduction,
     )
     shards = given_shards(group, vocab_start, vocab_size)
-    return _run(logits, target, options, Metrics.named(metrics), inplace, shards)
+    return _cross_entropy(logits, target, options, Metrics.named(metrics), inplace, shards)

@@ -18,8 +18,8 @@ from ..._core.op.by_name import by_name
 
 
 def _forward(gradient, logits, target, options, metrics):
-    """(the reduced results, stats, the denominator). Writes the gradient to ``gradient``, which may be the logits,
-    unless it is None."""
+    """(the reduced results, stats, the denominator). Writes the gradient to ``gradient``, which may be the
+    logits, unless it is None."""
     options.check("cross_entropy", logits, target)
     rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], target, options)
     results = RowResults(rule, metrics)

@@ -1,16 +1,17 @@
-"""Statistics of logits of some of the classes, from which a loss over all classes follows, and their gradient.
+"""Statistics of logits of some of the classes, from which a loss over all classes follows, and their
+gradient.
 
-If several tensors or devices each have some of the classes, the statistics of these shards give the log-sum-exp over
-all classes. A few coefficients per row then give the gradient of every shard:
+If several tensors or devices each have some of the classes, the statistics of these shards give the
+log-sum-exp over all classes. A few coefficients per row then give the gradient of every shard:
 
     exp(l) * (coef_exp + coef_log * l) - coef_target * [v is the target] - coef_class * ce_weight[v]
 
 where ``l = z[v] - reference``.
 
-With ``reference`` the largest logit, ``coef_target = c`` and ``coef_exp`` c over the sum of ``exp(l)``, that is
-``c * (softmax - onehot)``: the gradient of any loss that depends on the logits through the log-probability of the
-target alone. Not with the log-sum-exp as ``reference``, which is rounded where logits are large. ``coef_log`` adds the
-gradient of a loss of the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
+With ``reference`` the largest logit, ``coef_target = c`` and ``coef_exp`` c over the sum of ``exp(l)``, that
+is ``c * (softmax - onehot)``: the gradient of any loss that depends on the logits through the log-probability
+of the target alone. Not with the log-sum-exp as ``reference``, which is rounded where logits are large.
+``coef_log`` adds the gradient of a loss of the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 """
 
 import torch
@@ -24,9 +25,9 @@ from ..._core.op.backend import register_family
 from ..._core.op.fakes import register_fake
 
 # Lower bound of l in coef_log * l: exp(l) is 0 for a class without probability, and 0 * -inf would be NaN.
-_LEAST_LOG = -1e30
+_MIN_LOG = -1e30
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def _check(op, logits, target, ce_weight, softcap):
@@ -96,7 +97,7 @@ def _write_gradient(
         z = _capped(logits[block], softcap)
         grad, factor = z - reference[block], coef_exp[block].unsqueeze(1)
         if coef_log is not None:
-            factor = grad.clamp(min=_LEAST_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
+            factor = grad.clamp(min=_MIN_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
         grad.exp_().mul_(factor)
         if coef_class is not None:
             per_class = coef_class[block].unsqueeze(1)
@@ -128,7 +129,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::cross_entropy_stats")
@@ -150,7 +151,7 @@ def _(logits, *rest):
     return None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):

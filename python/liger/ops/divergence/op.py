@@ -1,7 +1,8 @@
-"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
+"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total
+variation.
 
-docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a weight per
-row and, except for "none", a sum over rows.
+docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a
+weight per row and, except for "none", a sum over rows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 def _fake_loss(student, per_row):
@@ -90,11 +91,12 @@ def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _gradient_in_forward(student, reduction):
-    """Whether the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy.op`."""
+    """True if the forward computes the gradient; the same conditions as in
+    :mod:`liger.ops.cross_entropy.op`."""
     possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
     return possible and not is_traced(student)
 
@@ -102,7 +104,8 @@ def _gradient_in_forward(student, reduction):
 def _setup(ctx, inputs, output):
     student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
     refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
-    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad
+    # mode.
     ctx.has_gradient = need_grad and not per_row
     if ctx.has_gradient:
         ctx.save_for_backward(output[2])
@@ -133,24 +136,24 @@ divergence_forward_ = forbid_autograd("divergence_forward_")
 divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 
 
-# --- composites ---------------------------------------------------------------------------------------------------
+# --- composites ---------------------------------------------------------------------------------------------
 
 
 def flatten_pair(op, names, x, teacher, target, token_weight):
-    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,) or None,
-    and the :class:`Tokens` of a loss per row."""
+    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,)
+    or None, and the :class:`Tokens` of a loss per row."""
     if x.dim() < 1:
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
         raise RuntimeError(
-            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
-            "but for the last dimension"
+            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected the shape of {names[0]}, {tuple(x.shape)}, "
+            "except for the last dimension"
         )
     for name, other in (("target", target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
-                f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
-                f"{tuple(x.shape[:-1])}"
+                f"{op}: {name} has shape {tuple(other.shape)}, expected the shape of {names[0]} without its last "
+                f"dimension, {tuple(x.shape[:-1])}"
             )
         # Checked here, because the message of a torch op would not name the arguments.
         if other is not None and other.device != x.device:
@@ -223,11 +226,12 @@ def nan_if_empty(loss, rows, batch, reduction, denominator):
 
 
 def jsd_divergence(beta):
-    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a KL."""
+    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a
+    KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
-def _run(
+def _divergence(
     op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
     reduction,
 ):  # fmt: skip
@@ -264,7 +268,7 @@ def _kl_div(
     student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
     log_probs=False, ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
         temperature, log_probs, ignore_index, reduction,
     )  # fmt: skip
@@ -274,7 +278,7 @@ def _jsd_op(
     student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
         ignore_index, reduction,
     )  # fmt: skip
@@ -284,7 +288,7 @@ def _tvd_op(
     student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
-    return _run(
+    return _divergence(
         "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
         reduction,
     )  # fmt: skip
@@ -295,7 +299,7 @@ for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op
     _library.impl(_name, _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 DIVERGENCE_OPTIONS = {
@@ -328,31 +332,39 @@ def kl_div(
 
     Args:
         student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class with
-            probability 0. Of different dtypes one is promoted, at the cost of a copy.
-        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None: all rows
-            are valid.
+        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class
+            with probability 0. Of different dtypes one is promoted, at the cost of a copy.
+        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None:
+            all rows are valid.
         token_weight: (...), a factor of the loss of each row, any floating dtype.
-        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor with one
-            element. Pass the count of the whole batch to split it into micro-batches whose losses add up.
+        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor
+            with one element. Pass the count of the whole batch to split it into micro-batches whose losses
+            add up.
         reverse: ``KL(student || teacher)``, which is mode-seeking; False: ``KL(teacher || student)``.
         temperature: both logits are divided by it. The loss is not multiplied by its square.
-        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with respect
-            to them.
+        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with
+            respect to them.
         ignore_index: the target of ignored rows.
-        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or ``"batchmean"``, the sum
-            divided by the first dimension of student (nan if that is 0).
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or
+            ``"batchmean"``, the sum divided by the first dimension of student (nan if that is 0).
 
     Returns:
-        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student without
-        its last dimension. Differentiable once, in student.
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student
+        without its last dimension. Differentiable once, in student.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: options out of range, a temperature with ``log_probs``, a denominator with ``"none"``.
-        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices, a teacher, weight or denominator that requires
+            grad.
 
-    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv 2306.08543.
+    Example::
+
+        >>> loss = liger.kl_div(student, teacher, temperature=2.0)
+        >>> loss.backward()
+
+    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv
+    2306.08543.
     """
     denominator = denominator_tensor(denominator, student)
     return _kl_div(
@@ -374,10 +386,12 @@ def jsd(
     ignore_index: int = -100,
     reduction: DivergenceReduction = "mean",
 ) -> torch.Tensor:
-    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with the mixture
+    ``m = beta * teacher + (1 - beta) * student``.
 
     Args:
-        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as in GKD.
+        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as
+            in GKD.
         student, teacher and the others: as in :func:`liger.kl_div`.
 
     Returns:
@@ -385,6 +399,11 @@ def jsd(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
+
+    Example::
+
+        >>> loss = liger.jsd(student, teacher, target, beta=0.1)
+        >>> loss.backward()
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
@@ -418,7 +437,13 @@ def tvd(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`liger.kl_div`.
 
-    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
+    Example::
+
+        >>> loss = liger.tvd(student, teacher)
+        >>> loss.backward()
+
+    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv
+    2307.15190.
     """
     denominator = denominator_tensor(denominator, student)
     return _tvd_op(

@@ -10,8 +10,8 @@ from ..._core.math.row_blocks import row_blocks
 def mixture_beta(beta, dtype=torch.float32):
     """The weight of a mixture, no nearer to 0 and 1 than a rounding of 1.
 
-    Where ``beta`` or ``1 - beta`` is rounded to 1, the mixture of a class that only one distribution has is 0, and its
-    logarithm infinite.
+    Where ``beta`` or ``1 - beta`` is rounded to 1, the mixture of a class that only one distribution has is
+    0, and its logarithm infinite.
     """
     least = torch.finfo(dtype).eps / 2
     return min(max(beta, least), 1.0 - least)
@@ -34,7 +34,7 @@ def _reverse_kl(d, p, q, beta):
 def _jsd(d, p, q, beta):
     beta = mixture_beta(beta, d.dtype)
     # log(max(p, q) / m) from the ratio of the smaller to the larger one: accurate for p near q, and finite.
-    # Not torch.where with two numbers, whose result has the default dtype.
+    # Not torch.where with two numbers: its result has the default dtype.
     smaller_weight = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
     log_larger = -torch.log1p(smaller_weight * torch.expm1(-d.abs()))
     p_term = _weighted(beta * p, torch.where(d > 0, log_larger, log_larger + d))
@@ -46,8 +46,8 @@ def _tvd(d, p, q, beta):
     return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
 
 
-# Divergence -> f(log(p / q), p, q, beta) = (value of each class, its derivative with respect to log q), with the
-# probabilities p of the teacher and q of the student.
+# Divergence -> f(log(p / q), p, q, beta) = (value of each class, its derivative with respect to log q), with
+# the probabilities p of the teacher and q of the student.
 _TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
 
 
@@ -108,8 +108,8 @@ def _write_gradient(
         _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
         grad = slopes - q * stats[4, block].unsqueeze(1)
         if not log_probs:
-            # The exact sum is 0. If one class has nearly all of q, its gradient is a difference of large numbers, and
-            # this step removes the rounding error.
+            # The exact sum is 0. If one class has nearly all of q, its gradient is a difference of large
+            # numbers, and this step removes the rounding error.
             grad -= q * grad.sum(1, keepdim=True)
         if cross_entropy:
             grad += q * hard[block].unsqueeze(1)
@@ -124,14 +124,16 @@ def _write_gradient(
 
 
 def target_columns(target, classes, ignore_index):
-    """((N, 1) column of each row's target or 0, (N,) mask of rows with a target out of range that are not ignored)"""
+    """((N, 1) column of each row's target or 0, (N,) mask of rows with a target out of range that are not
+    ignored)"""
     known = (target >= 0) & (target < classes)
     unknown = ~known & ~ignored_rows(target, ignore_index)
     return torch.where(known, target, 0).long().unsqueeze(1), unknown
 
 
 def target_logits(logits, target, ignore_index):
-    """(N,) the logit of each row's target in the dtype of the statistics; nan where the target is out of range."""
+    """(N,) the logit of each row's target in the dtype of the statistics; nan where the target is out of
+    range."""
     column, unknown = target_columns(target, logits.shape[1], ignore_index)
     chosen = logits.gather(1, column).squeeze(1).to(accumulate_dtype(logits.dtype))
     return chosen.masked_fill_(unknown, torch.nan)
@@ -154,8 +156,9 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
 def entry_points(forward):
     """(divergence_forward, divergence_forward_, divergence_ce_forward_) of a backend.
 
-    ``forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy)`` is the kernel of the
-    backend: it returns (losses, statistics) and, unless ``out`` is None, writes the gradient to ``out``.
+    ``forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy)`` is the kernel
+    of the backend: it returns (losses, statistics) and, unless ``out`` is None, writes the gradient to
+    ``out``.
     """
 
     def divergence_forward(student, teacher, target, row_weight, *options):
@@ -206,7 +209,8 @@ divergence_forward_torch, divergence_forward__torch, divergence_ce_forward__torc
 
 
 def check_stats(op, student, grad_loss, stats):
-    """Raises RuntimeError if grad_loss or stats do not have the shapes and dtypes of the forward's results."""
+    """Raises RuntimeError if grad_loss or stats do not have the shapes and dtypes of the forward's
+    results."""
     rows, wide = student.shape[0], accumulate_dtype(student.dtype)
     for name, tensor, shapes, expected in (
         ("grad_loss", grad_loss, ((), (rows,)), "one value, or one per row of student"),

@@ -1,7 +1,9 @@
-"""The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``: ``accumulate_grad_weight=True``.
+"""The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``:
+``accumulate_grad_weight=True``.
 
-The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk adds to
-the sum (beta = 1). So the gradient has no memory of its own, and is rounded only as a term of a float32 sum.
+The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk
+adds to the sum (beta = 1). The gradient therefore has no memory of its own, and is rounded only as a term of
+a float32 sum.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def _check_upstream(op, name, tensor, expected):
         raise RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 @by_name(torch.ops.liger.fused_linear_ce_add_grad_weight_.default)
@@ -93,7 +95,7 @@ register_portable(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_ce_add_grad_weight_")
@@ -106,15 +108,15 @@ def _(grad_weight, *arguments):
     return None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 _ce_op = forbid_autograd("fused_linear_ce_add_grad_weight_")
 _logprobs_op = forbid_autograd("fused_linear_logprobs_add_grad_weight_")
 
 
 def summed_weight(op, name, weight, accumulate_grad_weight):
-    """The weight if its gradient is to be added to a sum, else None. ``op``, ``name``: of the public function, and of
-    its argument."""
+    """The weight if its gradient is to be added to a sum, else None. ``op``, ``name``: of the public
+    function, and of its argument."""
     if not accumulate_grad_weight:
         return None
     tracer = recording_tracer()
@@ -134,7 +136,8 @@ def summed_weight(op, name, weight, accumulate_grad_weight):
 
 
 def ce_adding_grad_weight(loss, weight, input, target, bias, options):
-    """The loss of :func:`fused_linear_ce`, whose backward also adds the gradient of the weight to its float32 sum.
+    """The loss of :func:`fused_linear_ce`; its backward also adds the gradient of the weight to its float32
+    sum.
 
     Args:
         loss: of the detached weight.
@@ -157,7 +160,7 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options):
 def logprobs_adding_grad_weight(
     op, names, weight, outputs, input, target, bias, options, row_grads=(None, None)
 ):
-    """``outputs``, whose backward also adds the gradient of the weight to its float32 sum.
+    """``outputs``; their backward also adds the gradient of the weight to its float32 sum.
 
     Args:
         op, names: of the public function, and of its arguments.

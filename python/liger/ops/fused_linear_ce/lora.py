@@ -1,5 +1,5 @@
-"""fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): fakes, autograd, and the calls
-of the public functions with ``lora_a`` and ``lora_b``.
+"""fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): fakes, autograd, and
+the calls of the public functions with ``lora_a`` and ``lora_b``.
 
 The logits are ``hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T``.
 """
@@ -25,12 +25,12 @@ _POSITIONS = (0, 1, 3, 4, 5, 6)
 _logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 def _fake_gradients(a):
     tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
-    # Of an argument that is None.
+    # The gradient of an argument that is None.
     likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
     return tuple(
         like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)
@@ -56,7 +56,7 @@ register_fake("liger::fused_linear_logprobs_lora_backward")(
 )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 _ce_op = gradients_in_forward(
     torch.ops.liger.fused_linear_ce_lora_forward.default,
@@ -94,11 +94,12 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
 _logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward.default, _setup, _backward)
 
 
-# --- calls of public functions ------------------------------------------------------------------------------------
+# --- calls of public functions ------------------------------------------------------------------------------
 
 
 def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
-    """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not have.
+    """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not
+    have.
 
     Args:
         op: the public function.
@@ -129,8 +130,8 @@ def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):
 
 
 def lora_logprobs(rows, weight, target, bias, factors, scale, options, metrics):
-    """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless requested.
-    ``options``: :class:`HeadOptions`."""
+    """(log-probabilities, entropies, most probable classes, log_sum_sq_probs, mean_logits); empty unless
+    requested. ``options``: :class:`HeadOptions`."""
     # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
     numbers = options.temperature, options.ignore_index, options.softcap, options.memory_budget
     arguments = rows, weight, target, bias, *factors, float(scale), *numbers

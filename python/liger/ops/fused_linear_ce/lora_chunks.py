@@ -1,8 +1,8 @@
-"""The kernels of fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): Python for every
-device, over GEMMs and the row kernels of cross entropy.
+"""The kernels of fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): Python
+for every device, over GEMMs and the row kernels of cross entropy.
 
-:mod:`liger._core.head.low_rank` has the term. Ignored rows are left out of all products; for their number the host
-waits for the device, except under CUDA graph capture.
+:mod:`liger._core.head.low_rank` has the term. Ignored rows are left out of all products; for their number the
+host waits for the device, except under CUDA graph capture.
 """
 
 from functools import partial
@@ -22,7 +22,8 @@ _CE, _LOGPROBS = "fused_linear_ce", "fused_linear_logprobs"
 
 
 class _Chunks(HeadChunks):
-    """:class:`HeadChunks` with a low-rank term. ``needs_grad``: of input, weight, bias, lora_a, lora_b and down."""
+    """:class:`HeadChunks` with a low-rank term. ``needs_grad``: of input, weight, bias, lora_a, lora_b and
+    down."""
 
     @classmethod
     def of(cls, x, target, head, factors, scale, needs_grad, exact, memory_budget):

@@ -1,7 +1,7 @@
-"""Cross entropy of a linear layer's output, in chunks of rows whose logits fit a memory budget.
+"""Cross entropy of a linear layer's output, in chunks of rows with logits that fit a memory budget.
 
-docs/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients, so logits are
-neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
+docs/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients, so
+logits are neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ..._core.runtime.memory_budget import check_budget_variable
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .lora import check_lora, lora_ce
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def _restricted(rule, rows):
@@ -107,7 +107,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_ce_forward")
@@ -119,9 +119,10 @@ def _(a):
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
-# For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the metrics.
+# For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the
+# metrics.
 differentiable_ce = partial(
     gradients_in_forward,
     refused=("ce_weight", "token_weight", "denominator"),
@@ -134,12 +135,12 @@ fused_linear_ce_forward = differentiable_ce(
 )
 
 
-# --- composite ----------------------------------------------------------------------------------------------------
+# --- composite ----------------------------------------------------------------------------------------------
 
 
 def _float16_factor(rows, weight, target, bias, options, factors=()):
-    """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed as they
-    are. ``factors``: those of a low-rank term of the weight."""
+    """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed
+    as they are. ``factors``: the factors of a low-rank term of the weight."""
     if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
         return None
     if not any(wants_grad(rows, weight, bias, *factors)):
@@ -156,7 +157,9 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
 
 
-def _run(input, weight, target, bias, options, metrics, accumulate_grad_weight=False, lora=None, shards=None):
+def _head_loss(
+    input, weight, target, bias, options, metrics, accumulate_grad_weight=False, lora=None, shards=None
+):
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
     check_denominator("fused_linear_ce", options.denominator, options.reduction)
     if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
@@ -198,14 +201,14 @@ def _run(input, weight, target, bias, options, metrics, accumulate_grad_weight=F
 
 
 def _composite(input, weight, target, bias=None, *options):
-    return _run(input, weight, target, bias, CEOptions(*options), Metrics())
+    return _head_loss(input, weight, target, bias, CEOptions(*options), Metrics())
 
 
 _library = torch.library.Library("liger", "IMPL")
 _library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 # An empty tuple is also a sequence of names.
@@ -258,57 +261,61 @@ def fused_linear_ce(
 ) -> torch.Tensor | CrossEntropyOutput:
     """``cross_entropy(input @ weight.T + bias, target)`` without materialising all logits.
 
-    Rows are processed in chunks whose logits fit a memory budget. While the logits of a chunk exist, its loss and its
-    gradients are computed. docs/cross_entropy.md defines every term.
+    Rows are processed in chunks with logits that fit a memory budget. While the logits of a chunk exist, its
+    loss and its gradients are computed. docs/cross_entropy.md defines every term.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of input; a DTensor whose rows a dimension of its mesh shards is computed in shards
-            (docs/distributed.md#dtensors).
+        weight: (V, H), the dtype of input; a DTensor whose rows a dimension of its mesh shards is computed in
+            shards (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), the dtype of input.
-        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, reduction, metrics,
-            softcap: as in :func:`liger.cross_entropy`. With ``reduction="none"`` the backward computes the logits a
-            second time.
-        group, vocab_start, vocab_size: weight and bias have the rows of some classes, the shard of this process among
-            the processes of a group (None: all processes): the first of its classes, and the number of all classes
-            (docs/vocab_parallel.md#arguments). Every process calls with the same input, target and options, and gets
-            the loss with the same bits, the complete gradient of input, and the gradients of its own shards. Metrics
-            are then ``"z_loss"`` and ``"logprobs"``. Not with accumulate_grad_weight and lora_a.
-        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
-            once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
-        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
-        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
-            attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits a
-            second time. docs/main_grad.md has the conditions.
-        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the logits get
-            ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype of input. No tensor
-            of the size of the weight is allocated, and ignored rows are left out of all products, for whose number the
-            host waits. Not with accumulate_grad_weight.
+        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, reduction,
+            metrics, softcap: as in :func:`liger.cross_entropy`. With ``reduction="none"`` the backward
+            computes the logits a second time.
+        group, vocab_start, vocab_size: weight and bias have the rows of some classes, the shard of this
+            process among the processes of a group (None: all processes): the first of its classes, and the
+            number of all classes (docs/vocab_parallel.md#arguments). Every process calls with the same input,
+            target and options, and gets the loss with the same bits, the complete gradient of input, and the
+            gradients of its own shards. Metrics are then ``"z_loss"`` and ``"logprobs"``. Not with
+            accumulate_grad_weight and lora_a.
+        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32``
+            rounds it once at the end; the dtype of input needs no float32 buffer, but rounds the sum after
+            every chunk. Change it only if that buffer, of the size of the weight, does not fit.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
+            unset. Lower it if the loss runs out of memory. Raise it if there are many small chunks
+            (``liger plan`` prints them).
+        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,
+            without that attribute, to ``weight.grad``, in float32 and without a temporary of its size. It
+            computes the logits a second time. docs/main_grad.md has the conditions.
+        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the
+            logits get ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype
+            of input. No tensor of the size of the weight is allocated, and ignored rows are left out of all
+            products, for whose number the host waits. Not with accumulate_grad_weight.
         lora_scale: finite.
 
     Under autocast input, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        As :func:`liger.cross_entropy`. Only the loss is differentiable, with respect to input, weight, bias and the
-        factors. The GEMM of a gradient that is not needed is skipped.
+        As :func:`liger.cross_entropy`. Only the loss is differentiable, with respect to input, weight, bias
+        and the factors. The GEMM of a gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a class weight, token weight or
-            denominator that requires grad.
-        ValueError: options out of range, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that is not a positive
-            number of bytes.
+        RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range, a class weight, token
+            weight or denominator that requires grad.
+        ValueError: options out of range, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that is not a
+            positive number of bytes.
 
-    It takes no ``temperature``, as ``torch.nn.functional.cross_entropy`` does not, and no ``logits_dtype``: a mean over
-    tokens averages the roundings of logits out. :func:`fused_linear_logprobs` takes both.
+    It takes no ``temperature``, as ``torch.nn.functional.cross_entropy`` does not, and no ``logits_dtype``: a
+    mean over tokens averages the roundings of logits out. :func:`fused_linear_logprobs` takes both.
 
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
 
     Example::
 
-        loss = liger.fused_linear_ce(hidden_states, lm_head.weight, labels)
-        loss.backward()
+        >>> loss = liger.fused_linear_ce(input, weight, target)
+        >>> loss.backward()
     """
     check_budget_variable(memory_budget)
     options = CEOptions(
@@ -335,4 +342,4 @@ def fused_linear_ce(
             accumulate_grad_weight=(accumulate_grad_weight, (False,)),
         )  # fmt: skip
     metrics = Metrics.named(metrics)
-    return _run(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)
+    return _head_loss(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)

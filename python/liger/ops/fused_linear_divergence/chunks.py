@@ -1,9 +1,9 @@
 """The chunk loop of the divergences between the outputs of two linear layers.
 
-It is the same on every device: torch GEMMs around the row ops. Logits exist for a slice of a chunk at a time. So most
-of the budget is for the gradient of the student's logits, which makes chunks larger and sums of weight gradients fewer.
-The logits of 16-bit models are float32, because the gradient is a small difference if student and teacher are similar;
-the gradient is rounded to 16 bits once.
+It is the same on every device: torch GEMMs around the row ops. Logits exist for a slice of a chunk at a time.
+Most of the budget is therefore for the gradient of the student's logits, which makes chunks larger and sums
+of weight gradients fewer. The logits of 16-bit models are float32, because the gradient is a small difference
+if student and teacher are similar; the gradient is rounded to 16 bits once.
 """
 
 import torch
@@ -20,7 +20,8 @@ from ..._core.op.by_name import by_name
 from ..._core.runtime.environment import targets_checked
 from .rows import Rows, RowWeights, Targets, Terms, distil_rows
 
-# A chunk is divided into about so many slices. Their logits exist together with the gradient of the whole chunk.
+# A chunk is divided into about so many slices. Their logits exist together with the gradient of the whole
+# chunk.
 _SLICES_PER_GRADIENT = 3
 # Rows of a GEMM tile.
 _TILE = 128
@@ -43,8 +44,8 @@ def _gradients(input, weight, bias, needs_grad, exact, memory_budget, aux_rows, 
 
 
 def _plan(input, weight, needs_grad, exact, memory_budget, aux_rows):
-    """(rows of a chunk, chunks, rows of a slice). ``aux_rows`` counts the auxiliary rows, in the dtype of input, per
-    row of dlogits."""
+    """(rows of a chunk, chunks, rows of a slice). ``aux_rows`` counts the auxiliary rows, in the dtype of
+    input, per row of dlogits."""
     rows, hidden = input.shape
     vocab, size = weight.shape[0], input.element_size()
     budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
@@ -57,7 +58,7 @@ def _plan(input, weight, needs_grad, exact, memory_budget, aux_rows):
     def for_student(amount):
         return max(amount * _SLICES_PER_GRADIENT // (_SLICES_PER_GRADIENT + aux_rows), 1)
 
-    # The hidden size is scaled, too: it limits the logits that fit the memory of the weight gradient.
+    # The hidden size is scaled as well: it limits the logits that fit the memory of the weight gradient.
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
         rows, for_student(hidden), vocab, size, needs_grad[1], exact, for_student(budget)
     )
@@ -78,13 +79,13 @@ def _whole_tiles(rows):
 
 
 class _Logits:
-    """Computes the logits of student and teacher for one slice at a time, in one dtype. The two heads may have
-    different dtypes; each GEMM runs in its own.
+    """Computes the logits of student and teacher for one slice at a time, in one dtype. The two heads may
+    have different dtypes; each GEMM runs in its own.
 
     Attributes:
         wide: that dtype.
         width: size of its elements over the size of an element of the gradient: 1 or 2.
-        num_buffers: 1, or 2 if the teacher's logits need memory, too: they may be given in that dtype.
+        num_buffers: 1, or 2 if the teacher's logits also need memory: they may be given in that dtype.
     """
 
     def __init__(self, input, weight, bias, teacher, teacher_weight, teacher_bias, needs_teacher):
@@ -108,7 +109,7 @@ class _Logits:
 
     def _write(self, x, weight, bias, out):
         wide = accumulate_dtype(x.dtype)
-        if wide != out.dtype:  # float64 beside another dtype
+        if wide != out.dtype:  # float64 with another dtype
             return out.copy_(self._write(x, weight, bias, torch.empty_like(out, dtype=wide)))
         (write_linear if x.dtype == wide else write_wide_linear)(x, weight, bias, out)
         return out
@@ -118,8 +119,8 @@ class _Logits:
         return self._write(x, *self._head, memory[: x.shape[0]])
 
     def teacher(self, rows, memory):
-        """The teacher's logits (or top-k log-probabilities) of these rows of the batch. Logits that must be computed or
-        converted use the end of ``memory``."""
+        """The teacher's logits (or top-k log-probabilities) of these rows of the batch. Logits that must be
+        computed or converted use the end of ``memory``."""
         given = self._teacher[rows]
         if not self._teacher_needs_buffer:
             return given
@@ -130,8 +131,8 @@ class _Logits:
 
 
 def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index):
-    """Raises RuntimeError for targets and teacher indices out of range. Not on a GPU, where they make the row nan,
-    unless LIGER_CHECK_TARGETS is 1: the check synchronises."""
+    """Raises RuntimeError for targets and teacher indices out of range. Not on a GPU, where they make the row
+    nan, unless LIGER_CHECK_TARGETS is 1: the check synchronises."""
     named = {"forward_kl": "kl_div", "reverse_kl": "kl_div", "topk_tail": "topk"}.get(divergence, divergence)
     for tensor in (target, teacher_indices):
         if tensor is not None and tensor.device.type != "cpu" and not targets_checked():
@@ -152,8 +153,8 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
 
 
 def _check_teacher_dtype(input, teacher, teacher_weight, teacher_bias):
-    """The tensors of the teacher for a check that expects the dtype of input of all of them: the head of a teacher has
-    a dtype of its own. Raises RuntimeError if its tensors differ in dtype or device."""
+    """The tensors of the teacher for a check that expects the dtype of input of all of them: the head of a
+    teacher has a dtype of its own. Raises RuntimeError if its tensors differ in dtype or device."""
     tensors = teacher, teacher_weight, teacher_bias
     if teacher_weight is None or teacher.dtype == input.dtype or not teacher.is_floating_point():
         return tensors

@@ -1,4 +1,5 @@
-"""Divergences between the outputs of two linear layers, in chunks of rows whose logits fit a memory budget.
+"""Divergences between the outputs of two linear layers, in chunks of rows with logits that fit a memory
+budget.
 
 The loss can include cross entropy of the same logits. docs/divergence.md defines every term.
 """
@@ -31,7 +32,7 @@ from ..._core.runtime.memory_budget import check_budget_variable
 from ..divergence.op import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
 from . import chunks as _kernel  # noqa: F401  (registers the kernel)
 
-# --- fake ---------------------------------------------------------------------------------------------------------
+# --- fake ---------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_divergence_forward")
@@ -46,7 +47,7 @@ def _(a):
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 _NAME = "fused_linear_divergence"
 
@@ -63,7 +64,8 @@ def fused_linear_distillation(
     op, input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
     beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
 ):  # fmt: skip
-    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the needed gradients.
+    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the needed
+    gradients.
 
     The caller has applied autocast to the operands. Errors name ``op``.
     """
@@ -89,10 +91,10 @@ def fused_linear_distillation(
     return results if factor is None else tuple(result / factor for result in results)
 
 
-# --- composites ---------------------------------------------------------------------------------------------------
+# --- composites ---------------------------------------------------------------------------------------------
 
 
-def _run(
+def _fused_linear_divergence(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
     temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name,
 ):  # fmt: skip
@@ -110,7 +112,7 @@ def _run(
         op, ("input", teacher_name), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
-    expected = f"{weight.shape[0]} classes, those of weight"
+    expected = f"{weight.shape[0]} classes, as weight has"
     if teacher_weight is None:
         check_floating(op, teacher_name, teacher)
         check_device(op, teacher_name, teacher, "input", rows)
@@ -134,7 +136,8 @@ def _run(
 
 
 def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
-    """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one teacher."""
+    """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one
+    teacher."""
     if (teacher_input is None) == (teacher_logits is None):
         found = "neither" if teacher_input is None else "both"
         raise ValueError(
@@ -156,7 +159,7 @@ def _of_divergence(
     token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
 ):  # fmt: skip
     teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    return _run(
+    return _fused_linear_divergence(
         op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, *divergence,
         temperature, ignore_index, reduction, accum_dtype, memory_budget, name,
     )  # fmt: skip
@@ -171,7 +174,7 @@ def _jsd(beta: float) -> tuple[str, float]:
 
 
 def _composite(op, divergence_of, default):
-    """The op of ``torch.ops.liger``, whose option behind the teacher selects the divergence."""
+    """The op of ``torch.ops.liger``; the option after the teacher selects the divergence."""
 
     def composite(
         input, weight, target=None, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None,
@@ -194,7 +197,7 @@ for _op, _divergence_of, _default in (
     _library.impl(_op, _composite(_op, _divergence_of, _default), "CompositeImplicitAutograd")
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -217,45 +220,49 @@ def fused_linear_kl_div(
     memory_budget: int | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """``kl_div(input @ weight.T + bias, teacher_input @ teacher_weight.T + teacher_bias)`` without materialising all
-    logits.
+    """``kl_div(input @ weight.T + bias, teacher_input @ teacher_weight.T + teacher_bias)`` without
+    materialising all logits.
 
-    Rows are processed in chunks whose logits, of student and teacher, fit a memory budget. The gradient of the
-    student's logits overwrites them. The teacher gets no gradient.
+    Rows are processed in chunks whose logits, of student and teacher, fit a memory budget. The gradient of
+    the student's logits overwrites them. The teacher gets no gradient.
 
     Args:
-        input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
+        input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any
+            strides.
         weight: (V, H), the dtype of input, like bias.
-        target: (...), int64 or int32: only rows whose target is not ignore_index count; None: all rows.
+        target: (...), int64 or int32: only rows with another target than ignore_index count; None: all rows.
         bias: (V,) or None.
-        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None, of one floating dtype: the
-            hidden states and the lm_head of the teacher. The GEMM runs in their dtype.
+        teacher_input, teacher_weight, teacher_bias: (..., Ht), (V, Ht), and (V,) or None, of one floating
+            dtype: the hidden states and the lm_head of the teacher. The GEMM runs in their dtype.
         teacher_logits: (..., V), any floating dtype: instead of these, its logits.
-        reverse, token_weight, denominator, ignore_index, reduction, temperature: as in :func:`liger.kl_div`. With
-            ``reduction="none"`` the backward computes the logits a second time.
+        reverse, token_weight, denominator, ignore_index, reduction, temperature: as in :func:`liger.kl_div`.
+            With ``reduction="none"`` the backward computes the logits a second time.
         accum_dtype: as in :func:`liger.fused_linear_ce`.
-        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is
+            unset. Lower it if the loss runs out of memory.
 
-    It takes no softcap, logits_dtype, accumulate_grad_weight and lora_a: the kernels of divergences read two rows of
-    logits as a GEMM writes them. Under autocast the operands are cast as ``torch.nn.functional.linear`` casts them.
+    It takes no softcap, logits_dtype, accumulate_grad_weight and lora_a: the kernels of divergences read two
+    rows of logits as a GEMM writes them. Under autocast the operands are cast as
+    ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        As :func:`liger.kl_div`. Differentiable once, in input, weight and bias. The GEMM of a gradient that is not
-        needed is skipped.
+        As :func:`liger.kl_div`. Differentiable once, in input, weight and bias. The GEMM of a gradient that
+        is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, a tensor of the teacher, a token_weight or a
-            denominator that requires grad.
-        ValueError: options out of range, no teacher or two, a denominator with ``"none"``, a LIGER_MEMORY_BUDGET that
-            is not a positive number of bytes.
+        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, a tensor of the teacher, a
+            token_weight or a denominator that requires grad.
+        ValueError: options out of range, no teacher or two, a denominator with ``"none"``, a
+            LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
-    Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv
+    2410.10989.
 
     Example::
 
-        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
-        loss = liger.fused_linear_kl_div(hidden_states, lm_head.weight, labels, **teacher)
+        >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
+        >>> loss = liger.fused_linear_kl_div(input, weight, target, **teacher)
     """
     check_budget_variable(memory_budget)
     return _of_divergence(
@@ -301,8 +308,8 @@ def fused_linear_jsd(
 
     Example::
 
-        teacher = {"teacher_input": teacher_states, "teacher_weight": teacher.lm_head.weight}
-        loss = liger.fused_linear_jsd(hidden_states, lm_head.weight, labels, beta=0.1, **teacher)
+        >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
+        >>> loss = liger.fused_linear_jsd(input, weight, target, beta=0.1, **teacher)
     """
     check_budget_variable(memory_budget)
     return _of_divergence(

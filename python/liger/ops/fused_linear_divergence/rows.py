@@ -1,11 +1,12 @@
 """Distillation losses of rows of a student's logits, and the gradient of the logits.
 
-The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its target.
-Both use the same logits. At temperature 1 the divergence op adds the gradient of cross entropy in the same pass. At
-other temperatures the gradient of cross entropy is computed first, in a separate buffer, and added.
+The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its
+target. Both use the same logits. At temperature 1 the divergence op adds the gradient of cross entropy in the
+same pass. At other temperatures the gradient of cross entropy is computed first, in a separate buffer, and
+added.
 
-The logits of 16-bit models are float32: the gradient depends on the difference between student and teacher, most of
-which a rounding to 16 bits would lose. The gradient is rounded to 16 bits once.
+The logits of 16-bit models are float32: the gradient depends on the difference between student and teacher,
+most of which a rounding to 16 bits would lose. The gradient is rounded to 16 bits once.
 """
 
 from typing import NamedTuple
@@ -21,13 +22,13 @@ from ..divergence.op import divergence_ce_forward_, divergence_forward_
 from ..divergence.rows import target_columns, target_logits
 
 # Lower bound of the norm of a row of logits in the cosine distance.
-_LEAST_NORM = 1e-8
+_MIN_NORM = 1e-8
 # Rows of the separate gradient of cross entropy that exist at a time.
 _CE_GRADIENT_ROWS = 64
 
 
 class Terms(NamedTuple):
-    """The options of the loss of a row. A term whose factor, ``soft`` or ``hard``, is 0 is not computed."""
+    """The options of the loss of a row. A term is not computed if its factor, ``soft`` or ``hard``, is 0."""
 
     divergence: str
     beta: float
@@ -42,7 +43,8 @@ class Terms(NamedTuple):
 
     @property
     def has_separate_ce(self):
-        """Whether cross entropy uses another softmax than the distance, so that its gradient is computed separately."""
+        """True if cross entropy uses another softmax than the distance, so that its gradient is computed
+        separately."""
         tempered = self.temperature != 1.0 and self.divergence != "cosine"
         return bool(self.soft and self.hard) and tempered
 
@@ -58,7 +60,8 @@ class Targets(NamedTuple):
     Attributes:
         target: (rows,) class indices.
         ignored: (rows,) whether the target is ``ignore_index``.
-        unknown: (rows,) whether the target is out of range and not ignored; None if targets only mark ignored rows.
+        unknown: (rows,) whether the target is out of range and not ignored; None if targets only mark ignored
+            rows.
     """
 
     target: torch.Tensor
@@ -80,7 +83,8 @@ class Targets(NamedTuple):
         return Targets(self.target[rows], self.ignored[rows], unknown, self.ignore_index)
 
     def of(self, x):
-        """(rows,) the element of each row at its target, in the dtype of the statistics; nan if out of range."""
+        """(rows,) the element of each row at its target, in the dtype of the statistics; nan if out of
+        range."""
         return target_logits(x, self.target, self.ignore_index)
 
     def column(self, x):
@@ -106,8 +110,8 @@ class Targets(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """The factors of the two losses of each row, (rows,) float32, including ``soft`` and ``hard`` of :class:`Terms`.
-    The factor of cross entropy is nan where the target is out of range."""
+    """The factors of the two losses of each row, (rows,) float32, including ``soft`` and ``hard`` of
+    :class:`Terms`. The factor of cross entropy is nan where the target is out of range."""
 
     soft: torch.Tensor
     hard: torch.Tensor
@@ -128,11 +132,13 @@ class Rows(NamedTuple):
 
     Attributes:
         logits: (N, V) of the student. They may be overwritten.
-        teacher: logits (N, V) in the dtype of the student's, or log-probabilities (N, k); unused if ``soft`` is 0.
+        teacher: logits (N, V) in the dtype of the student's, or log-probabilities (N, k); unused if ``soft``
+            is 0.
         indices: (N, k) classes of the teacher's log-probabilities, else None.
         targets: :class:`Targets`; ignored rows have loss 0.
         weights: :class:`RowWeights`.
-        gradient: (N, V) memory for the gradient of the logits, possibly in a 16-bit dtype; None if it is not needed.
+        gradient: (N, V) memory for the gradient of the logits, possibly in a 16-bit dtype; None if it is not
+            needed.
     """
 
     logits: torch.Tensor
@@ -184,7 +190,8 @@ def _tempered_rows(terms, rows):
     if rows.gradient is None:
         return _distance(terms, rows)[0], hard
     soft, backward = torch.empty_like(hard), torch.ops.liger.cross_entropy_stats_backward.default
-    # Both gradients are in the accumulation dtype until they are added. The buffer of one has only a few rows.
+    # Both gradients are in the accumulation dtype until they are added. The buffer of one has only a few
+    # rows.
     for begin in range(0, len(hard), _CE_GRADIENT_ROWS):
         some = slice(begin, begin + _CE_GRADIENT_ROWS)
         logits, targets, weights = rows.logits[some], rows.targets.at(some), rows.weights.at(some)
@@ -203,7 +210,7 @@ def _cosine_rows(terms, rows):
     soft, hard = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
     for block in row_blocks(logits):
         z, t = logits[block].to(wide), teacher[block].to(wide)
-        norm, norm_t = (x.norm(dim=1, keepdim=True).clamp_min_(_LEAST_NORM) for x in (z, t))
+        norm, norm_t = (x.norm(dim=1, keepdim=True).clamp_min_(_MIN_NORM) for x in (z, t))
         # Not in place: the teacher's logits may be an argument of the op.
         t = t / norm_t
         cosine = (z * t).sum(1, keepdim=True) / norm
@@ -291,10 +298,12 @@ def _topk_rows(terms, rows):
     z_target = targets.of(logits) / terms.temperature
     z = logits.gather(1, support.column).to(wide) / terms.temperature
     z = torch.where(support.known, z, -torch.inf)
-    # The remaining classes are the tail. Its probability is a sum: 1 - sum(q) would lose digits by cancellation.
+    # The remaining classes are the tail. Its probability is a sum: 1 - sum(q) would lose digits by
+    # cancellation.
     logits.scatter_(1, support.column, -torch.inf)
     largest, log_sum = _normaliser(logits, terms.temperature, targets)
-    # From here on logits are relative to the largest one, so that a common offset cannot cause rounding errors.
+    # From here on logits are relative to the largest one, so that a common offset cannot cause rounding
+    # errors.
     origin = torch.maximum(largest, z.amax(1))
     tail, z, z_target = (largest - origin) + log_sum, z - origin.unsqueeze(1), z_target - origin
     lse = torch.logaddexp(tail, z.logsumexp(1))
@@ -355,11 +364,12 @@ def _rule(terms):
 
 
 def distil_rows(terms, rows):
-    """Computes both terms of the loss of :class:`Rows`, and writes the gradient of their sum to ``rows.gradient``.
+    """Computes both terms of the loss of :class:`Rows`, and writes the gradient of their sum to
+    ``rows.gradient``.
 
     Returns:
-        (distance from the teacher, cross entropy), (N,) each, multiplied by their weights, float32; None for a term
-        that is not computed.
+        (distance from the teacher, cross entropy), (N,) each, multiplied by their weights, float32; None for
+        a term that is not computed.
     """
     rule = _rule(terms)
     losses = rule(terms, rows)

@@ -1,8 +1,9 @@
-"""The kernels of fused_linear_logprobs: Python for every device, over the engines and row kernels of cross entropy.
+"""The kernels of fused_linear_logprobs: Python for every device, over the engines and row kernels of cross
+entropy.
 
-Without kept logits or exponentials the backward computes the logits again. :mod:`liger._core.head.kept_logits`
-describes what the forward may keep. With ``logits_dtype`` float32 there are float32 logits
-(:mod:`liger._core.head.float32`), on no engine of fused_linear_ce.
+Without kept logits or exponentials the backward computes the logits again.
+:mod:`liger._core.head.kept_logits` describes what the forward may keep. With ``logits_dtype`` float32 there
+are float32 logits (:mod:`liger._core.head.float32`), on no engine of fused_linear_ce.
 """
 
 import torch
@@ -93,7 +94,7 @@ def fused_linear_logprobs_forward(a):
 
 
 class _KeptChunks(HeadChunks):
-    """:class:`HeadChunks` whose logits ``kept`` has."""
+    """:class:`HeadChunks` with the logits in ``kept``."""
 
     def _write_logits(self, at, logits):
         logits.copy_(self.kept[at, : logits.shape[1]])

@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens under the softmax of a linear layer, in chunks of rows.
 
-The gradients of the log-probabilities arrive after the forward. Either the forward keeps the exponentials of all logits
-(:mod:`liger._core.head.kept_logits`), or the backward computes the logits a second time.
+The gradients of the log-probabilities arrive after the forward. Either the forward keeps the exponentials of
+all logits (:mod:`liger._core.head.kept_logits`), or the backward computes the logits a second time.
 """
 
 from __future__ import annotations
@@ -60,16 +60,24 @@ _NO_METRICS = LogProbMetrics()
 
 @serialisable
 class LogProbs(NamedTuple):
-    """The results of :func:`fused_linear_logprobs`, each with the shape of target; metrics not requested are None.
+    """The results of :func:`fused_linear_logprobs`, each with the shape of target; metrics not requested are
+    None.
 
     Attributes:
         logprobs: log-probabilities of the targets, float32 (float64 for float64 inputs); 0 in ignored rows.
         entropy: entropy of each row in nats, dtype of logprobs; 0 in ignored rows.
         argmax: the most probable class, int64; -1 in ignored rows.
-        log_sum_sq_probs: ``log(sum(p ** 2)) = logsumexp(2 * z) - 2 * logsumexp(z)`` over the classes' probabilities p
-            and logits z, the negative Renyi entropy of order 2, dtype of logprobs, without gradient; 0 in ignored rows.
-        mean_logits: the mean over classes of the logits after softcap and temperature, dtype of logprobs, without
+        log_sum_sq_probs: ``log(sum(p ** 2)) = logsumexp(2 * z) - 2 * logsumexp(z)`` over the classes'
+            probabilities p and logits z, the negative Renyi entropy of order 2, dtype of logprobs, without
             gradient; 0 in ignored rows.
+        mean_logits: the mean over classes of the logits after softcap and temperature, dtype of logprobs,
+            without gradient; 0 in ignored rows.
+
+    Example::
+
+        >>> result = liger.fused_linear_logprobs(input, weight, target, metrics=("entropy",))
+        >>> isinstance(result, liger.LogProbs), result.entropy.shape == target.shape
+        (True, True)
     """
 
     logprobs: torch.Tensor
@@ -79,7 +87,7 @@ class LogProbs(NamedTuple):
     mean_logits: torch.Tensor | None
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_logprobs_forward")
@@ -95,7 +103,7 @@ register_fake("liger::fused_linear_logprobs_backward")(
 )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 _Arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_forward.default)
@@ -131,15 +139,15 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
 _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.default, _setup, _backward)
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 def logprobs_of_layer(
     op, names, input, weight, target, bias, options, metrics=_NO_METRICS, recompute=None,
     accumulate_grad_weight=False, lora=None, shards=None,
 ):  # fmt: skip
-    """The fields of :class:`LogProbs` as in :func:`fused_linear_logprobs`, with the argument names of another function
-    in messages. ``options``: :class:`HeadOptions`."""
+    """The fields of :class:`LogProbs` as in :func:`fused_linear_logprobs`, with the argument names of another
+    function in messages. ``options``: :class:`HeadOptions`."""
     check_budget_variable(options.memory_budget)
     check_logits_dtype(op, names.input, input, options.logits_dtype)
     check_ignore_index(op, names.target, target, options.ignore_index)
@@ -231,68 +239,77 @@ def fused_linear_logprobs(
 ) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((input @ weight.T + bias) / temperature)``.
 
-    The forward is one GEMM. On GPUs of compute capability 9.0 it keeps the exponentials of all logits for the backward
-    where they fit the memory budget, which leaves two GEMMs for the backward. Else both process rows in chunks whose
-    logits fit the budget, and the backward computes the logits again: four GEMMs in all.
+    The forward is one GEMM. On GPUs of compute capability 9.0 it keeps the exponentials of all logits for the
+    backward where they fit the memory budget, which leaves two GEMMs for the backward. Else both process rows
+    in chunks whose logits fit the budget, and the backward computes the logits again: four GEMMs in all.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of input; with ``logits_dtype=torch.float32`` also float32. A DTensor whose rows a
-            dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
+        weight: (V, H), the dtype of input; with ``logits_dtype=torch.float32`` also float32. A DTensor whose
+            rows a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), as weight.
-        ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
-        recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine takes the call
-            (bfloat16 or float16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing.
-            False: it keeps exponentials of any size, and where the engine does not take the call the logits, in the
-            dtype of input or in logits_dtype; then ignored rows cost as much as others.
-        metrics: names among ``"entropy"``, which is differentiable, too, ``"argmax"``, ``"log_sum_sq_probs"`` and
-            ``"mean_logits"``; :class:`LogProbs` describes each.
-        group, vocab_start, vocab_size: as in :func:`liger.fused_linear_ce`. The budget must be the same on all
-            processes. Ignored rows are not computed, so the host waits for their number, unless the wgmma engine runs.
-            Not with accumulate_grad_weight, lora_a and recompute.
-        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
-            once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
-        logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
-            also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
-            a backend may round them to the dtype of input. docs/logits_dtype.md has errors and costs.
+        ignore_index: the target of ignored rows. Their log-probability and entropy are 0, without gradient.
+        recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine
+            takes the call (bfloat16 or float16, no bias, no softcap, no DTensor) and they fit the budget.
+            True: it keeps nothing. False: it keeps exponentials of any size, and where the engine does not
+            take the call the logits, in the dtype of input or in logits_dtype; then ignored rows cost as much
+            as others. Choose True if memory is short, and False if the logits fit and the backward is to save
+            a GEMM.
+        metrics: names among ``"entropy"``, which is also differentiable, ``"argmax"``, ``"log_sum_sq_probs"``
+            and ``"mean_logits"``; :class:`LogProbs` describes each.
+        group, vocab_start, vocab_size: as in :func:`liger.fused_linear_ce`. The budget must be the same on
+            all processes. Ignored rows are not computed, so the host waits for their number, unless the wgmma
+            engine runs. Not with accumulate_grad_weight, lora_a and recompute.
+        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32``
+            rounds it once at the end; the dtype of input needs no float32 buffer, but rounds the sum after
+            every chunk. Change it only if that buffer, of the size of the weight, does not fit.
+        logits_dtype: ``torch.float32``: logits are as exact as IEEE float32 arithmetic on the given values
+            makes them, also in the backward, on every backend and whatever the process allows for float32
+            products (TF32). None: a backend may round them to the dtype of input. Choose float32 if the
+            results are compared with log-probabilities of another program, as importance weights of policy
+            losses do. docs/logits_dtype.md has errors and costs.
         memory_budget: bytes for the logits of a chunk, or for the exponentials of all rows; None:
-            ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+            ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset. Lower it if the loss runs out of memory;
+            raise it to keep the exponentials of more rows.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
         temperature: positive and finite.
-        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
-            attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits for
-            this gradient again, whatever the forward keeps. docs/main_grad.md has the conditions.
-        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the logits get
-            ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype of input, or with
-            logits_dtype not rounded. No tensor of the size of the weight is allocated, and ignored rows are left out
-            of all products, for whose number the host waits. The backward computes the logits again. Not with
-            accumulate_grad_weight and recompute=False.
+        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,
+            without that attribute, to ``weight.grad``, in float32 and without a temporary of its size. It
+            computes the logits for this gradient again, whatever the forward keeps. docs/main_grad.md has the
+            conditions.
+        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the
+            logits get ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype
+            of input, or with logits_dtype not rounded. No tensor of the size of the weight is allocated, and
+            ignored rows are left out of all products, for whose number the host waits. The backward computes
+            the logits again. Not with accumulate_grad_weight and recompute=False.
         lora_scale: finite.
 
     Kept exponentials are freed with the graph. The backward does not change them, so it may run again with
-    ``retain_graph=True``. A gradient of the entropies takes one more pass over them, in chunks of at most 512 MiB.
+    ``retain_graph=True``. A gradient of the entropies takes one more pass over them, in chunks of at most 512
+    MiB.
 
-    Under autocast, unless logits_dtype is given, input, weight and bias are cast as ``torch.nn.functional.linear``
-    casts them.
+    Under autocast, unless logits_dtype is given, input, weight and bias are cast as
+    ``torch.nn.functional.linear`` casts them.
 
     Returns:
         The log-probabilities, (...), float32 (float64 for float64 inputs); with metrics a :class:`LogProbs`.
-        Differentiable in input, weight, bias and the factors. The GEMM of a gradient that is not needed is skipped.
+        Differentiable in input, weight, bias and the factors. The GEMM of a gradient that is not needed is
+        skipped.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range; of shards, as
             docs/vocab_parallel.md#errors says.
-        ValueError: options out of range or that exclude each other, a LIGER_MEMORY_BUDGET that is not a positive number
-            of bytes.
+        ValueError: options out of range or that exclude each other, a LIGER_MEMORY_BUDGET that is not a
+            positive number of bytes.
 
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
 
     Example::
 
-        logprobs = liger.fused_linear_logprobs(hidden_states, lm_head.weight, tokens)
-        result = liger.fused_linear_logprobs(hidden_states, lm_head.weight, tokens, metrics=("entropy",))
+        >>> logprobs = liger.fused_linear_logprobs(input, weight, target)
+        >>> result = liger.fused_linear_logprobs(input, weight, target, metrics=("entropy",))
     """
     lora = None
     if lora_a is not None or lora_b is not None:

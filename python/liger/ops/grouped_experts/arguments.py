@@ -34,7 +34,7 @@ def _check_routing(x, top_k_index, top_k_weights):
         raise wrong_shape(OP, "top_k_index", top_k_index, expected)
     if top_k_index.dtype not in (torch.int64, torch.int32):
         raise wrong_dtype(OP, "top_k_index", top_k_index, "int64 or int32 expert indices")
-    check_shape(OP, "top_k_weights", top_k_weights, top_k_index.shape, "that of top_k_index")
+    check_shape(OP, "top_k_weights", top_k_weights, top_k_index.shape, "the shape of top_k_index")
     check_floating(OP, "top_k_weights", top_k_weights)
     for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         check_device(OP, name, tensor, "x", x)

@@ -1,11 +1,11 @@
 """Grouped GEMMs: one product per group of consecutive rows.
 
-``ends`` (groups,) int32 on the device of the rows: the end of every group; the first group starts at row 0, and rows
-after the last end belong to no group. ``torch.nn.functional.grouped_mm`` does the work where it can. For bfloat16 on
-compute capability 9.0 and 10.0 that is one kernel without a host synchronisation; for other dtypes and devices torch
-reads ``ends`` on the host and runs one GEMM per group. What it refuses (float64, strides that are no multiple of 16
-bytes, 1024 groups and more) runs in the same way here. In a CUDA graph capture the host can read nothing: then every
-matrix multiplies all rows, which is correct and slow.
+``ends`` (groups,) int32 on the device of the rows: the end of every group; the first group starts at row 0,
+and rows after the last end belong to no group. ``torch.nn.functional.grouped_mm`` does the work where it can.
+For bfloat16 on compute capability 9.0 and 10.0 that is one kernel without a host synchronisation; for other
+dtypes and devices torch reads ``ends`` on the host and runs one GEMM per group. What it refuses (float64,
+strides that are no multiple of 16 bytes, 1024 groups and more) runs in the same way here. In a CUDA graph
+capture the host can read nothing: then every matrix multiplies all rows, which is correct and slow.
 """
 
 import torch
@@ -49,7 +49,8 @@ def multiply_group_columns(a, b, ends):
     Returns:
         (groups, M, N), contiguous; zero for a group without rows.
     """
-    # torch's kernel takes groups without rows only if the first operand is column-major and the second row-major.
+    # torch's kernel takes groups without rows only if the first operand is column-major and the second
+    # row-major.
     served = _is_served(a.t(), b, len(ends))
     if _must_not_synchronise(a, served):
         return multiply_all_columns(a, b, ends)
@@ -64,8 +65,8 @@ def multiply_group_columns(a, b, ends):
 def sum_groups(rows, ends, factors=None):
     """The sum of the rows of every group, each row times its factor.
 
-    A GEMM with the factors as one operand, because its groups need no host synchronisation and no atomics. Factors that
-    are wider than the rows are split into two parts of the dtype of the rows.
+    A GEMM with the factors as one operand, because its groups need no host synchronisation and no atomics.
+    Factors that are wider than the rows are split into two parts of the dtype of the rows.
 
     Args:
         rows: (S, N), contiguous.
@@ -108,7 +109,8 @@ def _is_aligned(elements, tensor):
 
 
 def _has_strides(matrix):
-    """Whether rows or columns are contiguous, and every row or column, and every matrix, begins at 16 bytes."""
+    """True if rows or columns are contiguous, and every row or column, and every matrix, begins at 16
+    bytes."""
     rows, columns = matrix.shape[-2:]
     row, column = matrix.stride()[-2:]
     row_major = column == 1 and row >= columns and _is_aligned(row, matrix)
@@ -122,7 +124,7 @@ def _has_strides(matrix):
 
 
 def _must_not_synchronise(rows, served):
-    """Whether the stream is captured and torch has no single kernel for these operands."""
+    """True if the stream is captured and torch has no single kernel for these operands."""
     if not rows.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
     one_kernel = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)

@@ -1,8 +1,9 @@
 """The gated experts of a mixture of experts: dropless, by grouped GEMMs over the slots sorted by expert.
 
-Autograd saves x, indices, weights and the result of the first GEMM (gate and up), and no other activation: the backward
-gathers x again, recomputes the product of gate and up, and does not need the result of the second GEMM. The GEMMs are
-torch's (grouped_mm.py); the activation is :func:`liger.swiglu` or :func:`liger.geglu`.
+Autograd saves x, indices, weights and the result of the first GEMM (gate and up), and no other activation:
+the backward gathers x again, recomputes the product of gate and up, and does not need the result of the
+second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`liger.swiglu` or
+:func:`liger.geglu`.
 docs/experts.md has the memory formula.
 """
 
@@ -30,7 +31,7 @@ from .arguments import OP, check_experts, sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups, sum_groups
 from .routing import Gate, Routing, row_products
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def _matrices(weight, is_transposed):
@@ -104,7 +105,8 @@ def _gradients(
     activation, is_transposed, is_interleaved, alpha, limit, need_x, need_weights, need_gate_up, need_down,
     need_gate_up_bias, need_down_bias,
 ):  # fmt: skip
-    """The gradients. ``kept``: a list with gate and up, which are overwritten; it is emptied to free them early."""
+    """The gradients. ``kept``: a list with gate and up, which are overwritten; it is emptied to free them
+    early."""
     if top_k_index.numel() == 0:
         sources = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
         needed = (need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias)
@@ -177,7 +179,7 @@ register_portable(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::grouped_experts_forward")
@@ -201,7 +203,7 @@ def _(
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 # The first inputs of grouped_experts_forward are tensors; top_k_index, the second, has no gradient.
 _TENSORS = 7
@@ -223,9 +225,11 @@ def _backward(ctx, grad_y, _grad_kept):
     differentiable_inputs = [i for i in range(_TENSORS) if i != _INDEX]
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
-    # The formula reads the number of tokens of each expert, which a meta tensor does not have; the fake does not.
+    # The formula reads the number of tokens of each expert, which a meta tensor does not have; the fake does
+    # not.
     if may_write_saved(ctx, *saved) and not grad_y.is_meta:
-        # This node is the last user of gate and up: their gradients overwrite them, and their memory is freed early.
+        # This node is the last user of gate and up: their gradients overwrite them, and their memory is freed
+        # early.
         increment_version(saved[:1])
         kept, saved = [saved[0].detach()], saved[1:]
         ctx.maybe_clear_saved_tensors()
@@ -238,7 +242,7 @@ def _backward(ctx, grad_y, _grad_kept):
 _forward_op = differentiable(torch.ops.liger.grouped_experts_forward.default, _setup, _backward)
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(
@@ -262,13 +266,16 @@ def grouped_experts(
 ) -> torch.Tensor:
     """The weighted sum, over the K experts of each token, of gated MLPs: dropless, with grouped GEMMs.
 
-    ``sum over k of w[k] * (down[e] (activation(gate) * up) + down_bias[e])`` with ``e = top_k_index[k]`` and gate and
-    up from ``gate_up_proj[e] x + gate_up_proj_bias[e]``. The sum is computed in float32 and rounded once.
+    ``sum over k of w[k] * (down[e] (activation(gate) * up) + down_bias[e])`` with ``e = top_k_index[k]`` and
+    gate and up from ``gate_up_proj[e] x + gate_up_proj_bias[e]``. The sum is computed in float32 and rounded
+    once.
 
     Args:
-        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any strides.
-        top_k_index: (..., K), int64 or int32: the experts of each token. An index of E or more is a sentinel, as expert
-            parallelism uses for experts of other ranks: it adds zero, and its weight gets the gradient zero.
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any
+            strides.
+        top_k_index: (..., K), int64 or int32: the experts of each token. An index of E or more is a sentinel,
+            as expert parallelism uses for experts of other ranks: it adds zero, and its weight gets the
+            gradient zero.
         top_k_weights: (..., K), any floating dtype: the routing weights.
         gate_up_proj: (E, 2I, H), or (E, H, 2I) with ``is_transposed``; the dtype of x, as all parameters.
         down_proj: (E, H, I), or (E, I, H) with ``is_transposed``.
@@ -276,26 +283,37 @@ def grouped_experts(
         activation: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` (the exact one), each times up; or ``"gpt_oss"``:
             ``gate * sigmoid(alpha * gate) * (up + 1)``.
         is_transposed: the layout of both weights.
-        is_interleaved: gate and up are the even and odd outputs of gate_up_proj; else the first and second half.
+        is_interleaved: gate and up are the even and odd outputs of gate_up_proj; else the first and second
+            half.
         alpha: of ``"gpt_oss"``.
-        limit: before the activation, gate is clamped to at most limit, and up to at least -limit and at most limit.
-            None: no clamp.
-        recompute: the backward repeats the first GEMM, so that no activation is saved.
+        limit: before the activation, gate is clamped to at most limit, and up to at least -limit and at most
+            limit. None: no clamp.
+        recompute: the backward repeats the first GEMM, so that no activation is saved. Set it if the
+            activations do not fit.
 
-    Autograd saves its arguments and, unless ``recompute``, gate and up: (number of choices + 1) * 2I elements. Experts
-    without tokens get gradients that are exactly zero, and their parameters have no effect. Under autocast x and the
-    parameters are cast as ``torch.nn.functional.linear`` casts them; top_k_weights are not.
+    Autograd saves its arguments and, unless ``recompute``, gate and up: (number of choices + 1) * 2I
+    elements. Experts without tokens get gradients that are exactly zero, and their parameters have no effect.
+    Under autocast x and the parameters are cast as ``torch.nn.functional.linear`` casts them; top_k_weights
+    are not.
 
     Returns:
-        A contiguous tensor with the shape and dtype of x. Differentiable once, in x, top_k_weights, weights and biases.
+        A contiguous tensor with the shape and dtype of x. Differentiable once, in x, top_k_weights, weights
+        and biases.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: an unknown activation, an option out of range.
-        RuntimeError: mismatched shapes, dtypes or devices; on a CPU a negative index, which on a GPU gives NaN.
+        RuntimeError: mismatched shapes, dtypes or devices; on a CPU a negative index, which on a GPU gives
+            NaN.
 
-    Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", arXiv 2211.15841; for
-    ``"gpt_oss"``: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925.
+    Example::
+
+        >>> gate_up_proj, down_proj = torch.randn(8, 2 * 192, 64), torch.randn(8, 64, 192)
+        >>> x, top_k_index, top_k_weights = torch.randn(10, 64), torch.randint(8, (10, 2)), torch.rand(10, 2)
+        >>> y = liger.grouped_experts(x, top_k_index, top_k_weights, gate_up_proj, down_proj)
+
+    Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", arXiv 2211.15841;
+    for ``"gpt_oss"``: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925.
     """
     x, *parameters = autocast_operands(x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     keep = not recompute and any(wants_grad(x, top_k_weights, *parameters))

@@ -1,4 +1,5 @@
-"""The parts of the kernels of grouped_experts: routing, activations, and the sum of the experts of a token."""
+"""The parts of the kernels of grouped_experts: routing, activations, and the sum of the experts of a
+token."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _TRITON_SUM = "liger.triton_kernels.expert_sum"
 class Routing:
     """The slots of a call, sorted by expert. A slot is one of the K choices of a token.
 
-    One more row, the pad, follows the S sorted slots. It belongs to no group of a GEMM. Slots of sentinels are sorted
-    to the end, belong to no group either, and refer to the pad. No shape depends on the choices, and the host does not
-    read them.
+    One more row, the pad, follows the S sorted slots. It belongs to no group of a GEMM. Slots of sentinels
+    are sorted to the end, belong to no group either, and refer to the pad. No shape depends on the choices,
+    and the host does not read them.
 
     Attributes:
         ends: (E,) int32, the end of the rows of each expert.
@@ -75,9 +76,11 @@ class Routing:
             rows[block] += bias.index_select(0, self.experts[block])
 
     def combine(self, rows, top_k_weights=None):
-        """The weighted sum over the K slots of each token, (T, N), in the accumulation dtype and rounded once.
+        """The weighted sum over the K slots of each token, (T, N), in the accumulation dtype and rounded
+        once.
 
-        The order of each sum is fixed. The kernels skip the pad, so values of rows without an expert have no effect.
+        The order of each sum is fixed. The kernels skip the pad, so values of rows without an expert have no
+        effect.
         """
         kernels = triton_module_beside("swiglu", _TRITON_SUM, rows)
         if kernels is not None and kernels.takes(top_k_weights):
@@ -89,7 +92,8 @@ class Routing:
             weights = weights.masked_fill(index == pad, 0)
         if weights is not None and weights.dtype != rows.dtype:
             if rows.dtype == torch.bfloat16 and weights.dtype == torch.float32:
-                # torch's kernel needs weights of the dtype of the rows; both parts have the exponents of float32.
+                # torch's kernel needs weights of the dtype of the rows; both parts have the exponents of
+                # float32.
                 weights = torch.stack(split(weights, rows.dtype), -1).flatten(-2)
                 index = index.repeat_interleave(2, -1)
             else:
@@ -104,7 +108,8 @@ class Routing:
 def row_products(a, b, wide):
     """``(a * b).sum(-1)`` of each row, summed in the dtype ``wide``."""
     out = a.new_empty(a.shape[0], dtype=wide)
-    # Products of bfloat16 are rounded, as a and b were: that is a third of the traffic, and they cannot overflow.
+    # Products of bfloat16 are rounded, as a and b were: that is a third of the traffic, and they cannot
+    # overflow.
     factors = a.dtype if a.dtype == torch.bfloat16 else wide
     for block in row_blocks(a):
         torch.sum(a[block].to(factors) * b[block].to(factors), -1, dtype=wide, out=out[block])
@@ -144,7 +149,8 @@ class Gate(NamedTuple):
         return () if self.activation == "silu" else (_APPROXIMATIONS[self.activation],)
 
     def _operands(self, gate_up):
-        """The tensors of an op of swiglu or geglu: the packed form takes gate and up as they are in one tensor."""
+        """The tensors of an op of swiglu or geglu: the packed form takes gate and up as they are in one
+        tensor."""
         return self._halves(gate_up) if self.is_interleaved else (gate_up,)
 
     def product(self, gate_up):
@@ -178,7 +184,8 @@ class Gate(NamedTuple):
             grad_up.copy_(wide.mul_(self._value(gate)).masked_fill_(~up_passes, 0))
 
     def _clamped(self, gate_up):
-        """(gate, up with its offset, where gate has a gradient, where up has one), in the accumulation dtype."""
+        """(gate, up with its offset, where gate has a gradient, where up has one), in the accumulation
+        dtype."""
         gate, up = (half.to(accumulate_dtype(half.dtype)) for half in self._halves(gate_up))
         limit = float("inf") if self.limit is None else self.limit
         gate_passes, up_passes = ~(gate > limit), ~(up.abs() > limit)

@@ -1,5 +1,5 @@
-"""Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the real and
-imaginary parts as cos and sin."""
+"""Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the
+real and imaginary parts as cos and sin."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def complex_rope(
 
     Args:
         q, k: (B, T, H, D) or, with ``unsqueeze_dim=1``, (B, H, T, D); otherwise as in :func:`liger.rope`.
-        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the elements from R on
-            are copied. It gets no gradient. Absolute values other than 1 scale the result (attention scaling).
-        unsqueeze_dim: the dimension of the heads in q and k, 1 or 2. Unlike :func:`liger.rope`, whose default is 1, the
-            default is 2: Llama 4 rotates before it transposes the heads.
+        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the elements
+            from R on are copied. It gets no gradient. Absolute values other than 1 scale the result
+            (attention scaling).
+        unsqueeze_dim: the dimension of the heads in q and k, 1 or 2. Unlike :func:`liger.rope` with its
+            default 1, the default is 2: Llama 4 rotates before it transposes the heads.
         inplace: as in :func:`liger.rope`.
 
     Returns:
@@ -55,7 +56,13 @@ def complex_rope(
         ValueError: unsqueeze_dim is neither 1 nor 2.
         RuntimeError: freqs_cis is not complex or requires grad, and as :func:`liger.rope`.
 
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, equation 13.
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 10, 8, 64), torch.randn(1, 10, 2, 64), torch.randn(10, 32)
+        >>> q, k = liger.complex_rope(q, k, torch.polar(torch.ones_like(angles), angles))
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864,
+    equation 13.
     """
     check_heads("complex_rope", q, k, unsqueeze_dim)
     _check_table(q, q.shape[3 - unsqueeze_dim], freqs_cis)

@@ -1,8 +1,8 @@
-"""Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later): :func:`liger.rope` with a
-merged table, in which every pair of elements uses one of the three positions.
+"""Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later):
+:func:`liger.rope` with a merged table, in which every pair of elements uses one of the three positions.
 
-The queries are larger than the tables by the number of heads, so merging the tables costs little compared with the
-rotation.
+The queries are larger than the tables by the number of heads, so merging the tables costs little compared
+with the rotation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _check_tables(q, tokens_dim, cos, sin):
             f"mrope: cos has shape {tuple(cos.shape)}, expected (3, {batch}, {tokens}, rotary_dim), rotary_dim at most "
             f"{head_dim}, for q of shape {tuple(q.shape)}"
         )
-    check_shape("mrope", "sin", sin, cos.shape, "that of cos")
+    check_shape("mrope", "sin", sin, cos.shape, "the shape of cos")
     check_like("mrope", "sin", sin, "cos", cos)
     check_device("mrope", "cos", cos, "q", q)
 
@@ -58,7 +58,8 @@ def _check_section(table, section, interleaved):
         raise ValueError(
             f"mrope: mrope_section is {list(section)}, expected three sizes that add up to half of rotary_dim, {half}"
         )
-    # Height and width use every third pair, from the second and the third pair on; all must be within the table.
+    # Height and width use every third pair, from the second and the third pair on; all must be within the
+    # table.
     if interleaved and any(
         3 * (size - 1) + axis >= half for axis, size in enumerate(section) if axis and size
     ):
@@ -98,12 +99,13 @@ def mrope(
 
     Args:
         q, k: as in :func:`liger.rope`: (B, H, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``.
-        cos, sin: (3, B, T, R), any floating dtype: the tables of the positions in time, height and width, R even and at
-            most D, with equal halves as in Hugging Face. They get no gradient.
+        cos, sin: (3, B, T, R), any floating dtype: the tables of the positions in time, height and width, R
+            even and at most D, with equal halves as in Hugging Face. They get no gradient.
         mrope_section: the numbers of pairs for time, height and width; their sum is R/2.
         unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
-        interleaved_sections: pairs alternate between time, height and width; when the sections of height and width are
-            exhausted, the remaining pairs use time (Qwen3-VL). Default: consecutive sections (Qwen2-VL, Qwen2.5-VL).
+        interleaved_sections: pairs alternate between time, height and width; when the sections of height and
+            width are exhausted, the remaining pairs use time (Qwen3-VL). Default: consecutive sections
+            (Qwen2-VL, Qwen2.5-VL).
         inplace: as in :func:`liger.rope`.
 
     Returns:
@@ -112,8 +114,13 @@ def mrope(
     Raises:
         TypeError: an argument of another type.
         RuntimeError: tables of another shape, and as :func:`liger.rope`.
-        ValueError: sections whose sum is not R/2 or, interleaved, that exceed the table; an unsqueeze_dim other than 1
-            and 2.
+        ValueError: sections whose sum is not R/2 or, interleaved, that exceed the table; an unsqueeze_dim
+            other than 1 and 2.
+
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(3, 1, 10, 64)
+        >>> q, k = liger.mrope(q, k, angles.cos(), angles.sin(), mrope_section=(8, 12, 12))
 
     Source: Wang et al., "Qwen2-VL", arXiv 2409.12191; the interleaved layout: "Qwen3-VL Technical Report",
     arXiv 2511.21631.

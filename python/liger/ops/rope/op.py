@@ -1,9 +1,9 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864): reference kernels, fakes, autograd, API.
 
 Each pair (x1, x2) of the first R elements of a head is rotated by the angle of its token:
-``out1 = x1 * cos1 - x2 * sin1``, ``out2 = x2 * cos2 + x1 * sin2``. The other D - R elements are copied. Pairs are
-elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleaved, elements 2i and 2i + 1 (GPT-J's).
-cos and sin have one value per element, so cos1 and cos2 may differ.
+``out1 = x1 * cos1 - x2 * sin1``, ``out2 = x2 * cos2 + x1 * sin2``. The other D - R elements are copied. Pairs
+are elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleaved, elements 2i and 2i + 1
+(GPT-J's). cos and sin have one value per element, so cos1 and cos2 may differ.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..._core.op.vmap import to_front
 
 
 def rotate(x, cos, sin, interleaved, backward):
-    """x (B, H, T, D) rotated, or with ``backward`` multiplied by the transposed rotation; a new tensor with the strides
-    of ``torch.empty_like(x)``."""
+    """x (B, H, T, D) rotated, or with ``backward`` multiplied by the transposed rotation; a new tensor with
+    the strides of ``torch.empty_like(x)``."""
     wide = accumulate_dtype(x.dtype)
     rotary = cos.shape[-1]
     if interleaved:
@@ -66,7 +66,7 @@ def _write_sum(out, a, b, c, d):
         out.copy_((a * b).addcmul_(c, d))
 
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def rope_torch(q, k, cos, sin, interleaved=False):
@@ -91,7 +91,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::rope")
@@ -109,7 +109,7 @@ def _(q, k, cos, sin, interleaved=False):
     return None
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):
@@ -130,7 +130,7 @@ def _backward(ctx, grad_q_out, grad_k_out):
 
 
 def _rotated(op, ctx, q, k):
-    """q and k rotated by ``op``; None for one that is None or whose gradient is not needed."""
+    """q and k rotated by ``op``. An entry is None if its gradient is missing or not needed."""
     cos, sin = ctx.saved_tensors
     need_q = ctx.needs_input_grad[0] and q is not None
     need_k = ctx.needs_input_grad[1] and k is not None
@@ -166,7 +166,7 @@ class _Inplace(torch.autograd.Function):
 
 
 def _inplace_applies(q, k):
-    """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
+    """True if the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
     if not may_write_inputs(q, k):
         return False
     if torch.is_grad_enabled():
@@ -174,7 +174,7 @@ def _inplace_applies(q, k):
     return non_overlapping((q, k))
 
 
-# --- vmap ---------------------------------------------------------------------------------------------------------
+# --- vmap ---------------------------------------------------------------------------------------------------
 
 
 def tables_to_front(info, in_dims, cos, sin, batch):
@@ -203,7 +203,7 @@ torch.library.register_vmap("liger::rope", _batched(torch.ops.liger.rope))
 torch.library.register_vmap("liger::rope_backward", _batched(torch.ops.liger.rope_backward))
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 def check_heads_dim(op, unsqueeze_dim):
@@ -212,7 +212,8 @@ def check_heads_dim(op, unsqueeze_dim):
 
 
 def check_heads(op, q, k, unsqueeze_dim):
-    """The checks of q and k in check_rope, for functions that compute the tables of rope; messages name ``op``."""
+    """The checks of q and k in check_rope, for functions that compute the tables of rope; messages name
+    ``op``."""
     check_heads_dim(op, unsqueeze_dim)
     order = "(batch, heads, tokens, head_dim)" if unsqueeze_dim == 1 else "(batch, tokens, heads, head_dim)"
     for name, x in (("q", q), ("k", k)):
@@ -238,26 +239,32 @@ def rope(
     """Rotary position embedding of queries and keys, in one pass over both.
 
     Args:
-        q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on the
-            torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
+        q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on
+            the torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
         k: (B, Hk, T, D) or (B, T, Hk, D), the dtype of q; Hk may differ from Hq.
-        cos, sin: (T, R), (1, T, R) or (B, T, R), any floating dtype, R even and at most D: the elements from R on are
-            copied. They get no gradient.
-        unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
+        cos, sin: (T, R), (1, T, R) or (B, T, R), any floating dtype, R even and at most D: the elements from
+            R on are copied. They get no gradient.
+        unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's
+            apply_rotary_pos_emb.
         interleaved: pairs are elements (2i, 2i + 1) instead of (i, i + R/2).
-        inplace: the results overwrite q and k, which must not be used afterwards: autograd raises if it needs their old
-            values. No effect in compiled code, under the transforms of torch.func, or if q and k share memory or
-            overlap themselves.
+        inplace: the results overwrite q and k. Set it if nothing else reads q and k, such as the outputs of
+            projections: autograd raises if it needs their old values. No effect in compiled code, under the
+            transforms of torch.func, or if q and k share memory or overlap themselves.
 
     Returns:
-        (q, k) rotated: new tensors (unless ``inplace``) with the dtype and, if dense, the strides of q and k. Computed
-        in float32, rounded once. Differentiable in q and k.
+        (q, k) rotated: new tensors (unless ``inplace``) with the dtype and, if dense, the strides of q and k.
+        Computed in float32, rounded once. Differentiable in q and k.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: unsqueeze_dim is neither 1 nor 2.
-        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad. With ``inplace``: q or k is a
-            leaf that requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad. With ``inplace``: q
+            or k is a leaf that requires grad.
+
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        >>> q, k = liger.rope(q, k, angles.cos(), angles.sin())
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """

@@ -1,7 +1,8 @@
-"""RMSNorm of each head of queries and keys, then the rotary embedding: reference kernels, fakes, autograd, API.
+"""RMSNorm of each head of queries and keys, then the rotary embedding: reference kernels, fakes, autograd,
+API.
 
-The result is that of ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are rounded to the dtype of q before the
-rotation. The backward saves no intermediate: it recomputes the norm from q and k.
+The result is ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are rounded to the dtype of q before
+the rotation. The backward saves no intermediate: it recomputes the norm from q and k.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..._core.op.vmap import to_front
 from ..rms_norm import norm_gradients, normalise
 from .op import check_heads_dim, heads_first, rotate, tables_to_front
 
-# --- torch backend ----------------------------------------------------------------------------------------------
+# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope_torch(
@@ -73,7 +74,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::qk_norm_rope")
@@ -97,7 +98,7 @@ def _(
     )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 
 def _setup(ctx, inputs, output):
@@ -144,7 +145,7 @@ def _backward(ctx, grad_q_out, grad_k_out):
 _qk_norm_rope = differentiable(torch.ops.liger.qk_norm_rope.default, _setup, _backward)
 
 
-# --- vmap ---------------------------------------------------------------------------------------------------------
+# --- vmap ---------------------------------------------------------------------------------------------------
 
 
 def _batched(info, in_dims, q, k, q_weight, k_weight, cos, sin, *options):
@@ -170,7 +171,7 @@ def _batched(info, in_dims, q, k, q_weight, k_weight, cos, sin, *options):
 torch.library.register_vmap("liger::qk_norm_rope", _batched)
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(
@@ -195,14 +196,14 @@ def qk_norm_rope(
     ``rope(rms_norm(q, q_weight, ...), rms_norm(k, k_weight, ...), cos, sin, ...)``, as in Qwen3 and Gemma 3.
 
     Args:
-        q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on the
-            torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
+        q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on
+            the torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
         k: (B, Hk, T, D) or (B, T, Hk, D), the dtype of q; Hk may differ from Hq.
         q_weight, k_weight: (D,), the dtype of q or float32; None for no scale.
-        cos, sin: as in :func:`liger.rope`: (T, R), (1, T, R) or (B, T, R), R even and at most D: the normalised
-            elements from R on are not rotated. They get no gradient.
-        eps, offset, casting_mode: as in :func:`liger.rms_norm`; ``offset=1.0`` and ``"gemma"`` for Gemma 3 and
-            Qwen3-Next.
+        cos, sin: as in :func:`liger.rope`: (T, R), (1, T, R) or (B, T, R), R even and at most D: the
+            normalised elements from R on are not rotated. They get no gradient.
+        eps, offset, casting_mode: as in :func:`liger.rms_norm`; ``offset=1.0`` and ``"gemma"`` for Gemma 3
+            and Qwen3-Next.
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2.
         interleaved: pairs are elements (2i, 2i + 1) instead of (i, i + R/2).
 
@@ -214,8 +215,13 @@ def qk_norm_rope(
         ValueError: unsqueeze_dim is neither 1 nor 2, eps or offset is out of range, an unknown casting mode.
         RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467; Su et al., "RoFormer", arXiv
-    2104.09864.
+    Example::
+
+        >>> q, k, angles = torch.randn(1, 8, 10, 64), torch.randn(1, 2, 10, 64), torch.randn(10, 64)
+        >>> q, k = liger.qk_norm_rope(q, k, torch.ones(64), torch.ones(64), angles.cos(), angles.sin())
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467; Su et al.,
+    "RoFormer", arXiv 2104.09864.
     """
     check_heads_dim("qk_norm_rope", unsqueeze_dim)
     if interleaved is not False:

@@ -1,9 +1,11 @@
-"""The gated MLP of language models, one shard of tokens at a time, so that its activations never exist for all tokens.
+"""The gated MLP of language models, one shard of tokens at a time, so that its activations never exist for
+all tokens.
 
-The forward saves x, and gate and up of as many tokens as the budget allows. The backward recomputes gate and up of the
-other tokens, but not the down projection. Shards write their rows of the result and of the gradient of x in place, and
-the GEMMs sum weight gradients over shards in float32. A backward that needs less memory without shards, because it has
-no such sums, runs as one shard. The GEMMs are torch's; the activation is :func:`liger.swiglu` or :func:`liger.geglu`.
+The forward saves x, and gate and up of as many tokens as the budget allows. The backward recomputes gate and
+up of the other tokens, but not the down projection. Shards write their rows of the result and of the gradient
+of x in place, and the GEMMs sum weight gradients over shards in float32. A backward that needs less memory
+without shards, because it has no such sums, runs as one shard. The GEMMs are torch's; the activation is
+:func:`liger.swiglu` or :func:`liger.geglu`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .shards import (
     slices,
 )
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def _rows(x):
@@ -45,8 +47,9 @@ def _problem(x, up_weight, down_weight):
 
 
 def _new_kept(x, problem, tiles):
-    """(memory for the kept gate and up side by side, empty), or (for gate, for up) if a single shard computes them from
-    two weights: then the backward can free each on its own. ``tiles`` None: no activations are kept."""
+    """(memory for the kept gate and up side by side, empty), or (for gate, for up) if a single shard computes
+    them from two weights: then the backward can free each on its own. ``tiles`` None: no activations are
+    kept."""
     rows, half = 0 if tiles is None else tiles.kept_rows, problem.intermediate
     if not problem.packed and 0 < rows == problem.rows and tiles.has_one(rows):
         return x.new_empty(rows, half), x.new_empty(rows, half)
@@ -103,12 +106,12 @@ class _Backward:
         self.through_gate = self.need_grad_x or any(g.needed for pair in self.grads for g in pair)
 
     def is_empty(self):
-        """Whether no further gradient is needed."""
+        """True if no further gradient is needed."""
         return not (self.through_gate or self.grad_down_weight.needed)
 
     def _product(self, grad_y, down_weight, gate, up, hidden):
-        """The product of gate and up, in the memory ``hidden()``. Overwrites gate and up with their gradients if those
-        are needed."""
+        """The product of gate and up, in the memory ``hidden()``. Overwrites gate and up with their gradients
+        if those are needed."""
         if not self.through_gate:
             return gated_product(gate, up, self.activation)
         product = hidden()
@@ -150,8 +153,8 @@ class _Backward:
             del product
 
     def one_shard(self, results, width):
-        """A backward without shards, ``width`` columns of the hidden gradient at a time. Returns the gradient of x, or
-        None.
+        """A backward without shards, ``width`` columns of the hidden gradient at a time. Returns the gradient
+        of x, or None.
 
         Empties ``results``, so that the memory of gate is free before the gradient of up_weight is allocated.
         """
@@ -181,8 +184,8 @@ def _gradients(
     kept, grad_y, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards, memory_budget,
     *needed,
 ):  # fmt: skip
-    """The gradients. ``kept``: the list of the activations that the forward kept. They are overwritten, and a backward
-    of one shard empties the list to free them early."""
+    """The gradients. ``kept``: the list of the activations that the forward kept. They are overwritten, and a
+    backward of one shard empties the list to free them early."""
     problem = _problem(x, up_weight, down_weight)
     rows, hidden, intermediate = problem[:3]
     tiles = plan_tiles(problem, num_shards, memory_budget)
@@ -225,7 +228,7 @@ register_portable(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
+# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::tiled_mlp_forward")
@@ -249,7 +252,7 @@ def _fake_backward(
 register_fake("liger::tiled_mlp_backward")(_fake_backward)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------------------------------------
 
 # The first inputs of tiled_mlp_forward are tensors, each with one gradient.
 _TENSORS = 7
@@ -272,8 +275,8 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
     needed = ctx.needs_input_grad[:_TENSORS]
     saved = ctx.saved_tensors
     if may_write_saved(ctx, *saved):
-        # This node is the last user of the kept activations, so gradients reuse their memory. To free a part of it
-        # early, only the list ``kept`` may refer to it.
+        # This node is the last user of the kept activations, so gradients reuse their memory. To free a part
+        # of it early, only the list ``kept`` may refer to it.
         increment_version(saved[:2])
         kept, saved = [t.detach() for t in saved[:2]], saved[2:]
         ctx.maybe_clear_saved_tensors()
@@ -288,7 +291,8 @@ _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, 
 
 
 def _check_shards(x, gate_weight, num_shards):
-    """Raises ValueError for a number of shards out of range. The op refuses it, too, and an x of another size."""
+    """Raises ValueError for a number of shards out of range. The op also refuses it, and an x of another
+    size."""
     tokens = x.shape[:-1].numel()
     if x.shape[-1:] == gate_weight.shape[-1:] and not 1 <= num_shards <= max(tokens, 1):
         raise ValueError(
@@ -296,7 +300,7 @@ def _check_shards(x, gate_weight, num_shards):
         )
 
 
-# --- public API ---------------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(optional=("up_weight",), activation=choice(Activation), num_shards=INTEGER, memory_budget=BYTES)
@@ -314,37 +318,45 @@ def tiled_mlp(
 ) -> torch.Tensor:
     """``(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, one shard of tokens at a time.
 
-    Activations of size (tokens, I) exist for one shard only, except that the forward keeps gate and up of as many
-    tokens as the budget allows. The backward recomputes them for the other tokens. Every weight gets one gradient,
-    summed over shards in float32 and rounded once. docs/tiled_mlp.md says how shards are chosen.
+    Activations of size (tokens, I) exist for one shard only, except that the forward keeps gate and up of as
+    many tokens as the budget allows. The backward recomputes them for the other tokens. Every weight gets one
+    gradient, summed over shards in float32 and rounded once. docs/tiled_mlp.md says how shards are chosen.
 
     Args:
-        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any strides.
-        gate_weight: (I, H), or (2I, H) with gate above up if ``up_weight`` is None; the dtype of x, as all weights.
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any
+            strides.
+        gate_weight: (I, H), or (2I, H) with gate above up if ``up_weight`` is None; the dtype of x, as all
+            weights.
         up_weight: (I, H) or None.
         down_weight: (H, I).
         gate_bias, up_bias, down_bias: (I,), (I,) and (H,), or None. Where gate_weight holds both projections,
             gate_bias is (2I,) and up_bias None.
         activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"`` (the exact one).
-        num_shards: number of shards of equal size, in whole tiles of 128 tokens where possible; at most the number of
-            tokens. Without a budget the forward then keeps no activations. The backward uses one shard if that needs no
-            more memory. None: the budget decides.
+        num_shards: number of shards of equal size, in whole tiles of 128 tokens where possible; at most the
+            number of tokens. Without a budget the forward then keeps no activations. The backward uses one
+            shard if that needs no more memory. None: the budget decides.
         memory_budget: bytes at the peak of the backward beyond inputs, result and gradients. None:
-            ``LIGER_MEMORY_BUDGET`` or, if that is unset, room for the float32 sums and the activations of 4096 tokens.
-            If the budget is too small for shards of 128 tokens, it is exceeded: by those, or by one shard if that needs
-            no more memory.
+            ``LIGER_MEMORY_BUDGET`` or, if that is unset, room for the float32 sums and the activations of
+            4096 tokens. If the budget is too small for shards of 128 tokens, it is exceeded: by these shards,
+            or by one shard if that needs no more memory. Raise it to keep more activations, so that the
+            backward recomputes less.
 
     Under autocast all tensors are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        A contiguous tensor with the shape and dtype of x. Differentiable once, in x, weights and biases. The GEMM of a
-        gradient that is not needed is skipped.
+        A contiguous tensor with the shape and dtype of x. Differentiable once, in x, weights and biases. The
+        GEMM of a gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices.
-        ValueError: an unknown activation, a number of shards below 1 or above the number of tokens, a budget that is
-            not positive, a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: an unknown activation, a number of shards below 1 or above the number of tokens, a budget
+            that is not positive, a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+
+    Example::
+
+        >>> gate, up, down = torch.randn(192, 64), torch.randn(192, 64), torch.randn(64, 192)
+        >>> y = liger.tiled_mlp(torch.randn(2, 1000, 64), gate, up, down)
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """

@@ -1,7 +1,8 @@
-"""The plan of tiled_mlp: its shards of tokens, the tokens whose gate and up are saved, and the memory of each shard.
+"""The plan of tiled_mlp: its shards of tokens, the tokens whose gate and up are saved, and the memory of each
+shard.
 
-Pure functions of sizes, dtype and budget. Ranks with different numbers of tokens may get different plans, which is
-safe because shards do not communicate. docs/lab/tiled_mlp.md derives the numbers.
+Pure functions of sizes, dtype and budget. Ranks with different numbers of tokens may get different plans,
+which is safe because shards do not communicate. docs/lab/tiled_mlp.md derives the numbers.
 """
 
 import os
@@ -9,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-# Adding a shard to the float32 sums of the weight gradients takes 179 / rows of the time of its GEMMs on an H200: 2 %
-# with the largest shards, 4 % with the smallest that the default budget gives.
+# Adding a shard to the float32 sums of the weight gradients takes 179 / rows of the time of its GEMMs on an
+# H200: 2 % with the largest shards, 4 % with the smallest that the default budget gives.
 MAX_ROWS = 8192
 DEFAULT_ROWS = 4096
 # Rows of a GEMM tile. Shards with fewer rows would only be slower.
@@ -51,11 +52,12 @@ class Tiles(NamedTuple):
     """The shards of one call.
 
     Attributes:
-        forward_rows: most rows of a shard in the forward.
-        shard_rows: most rows of a shard in the backward.
+        forward_rows: maximum number of rows of a shard in the forward.
+        shard_rows: maximum number of rows of a shard in the backward.
         kept_rows: the forward keeps gate and up of so many rows, the first ones.
-        spare_rows: 0, or the rows of a spare buffer for the hidden gradient. Then the backward uses the memory of the
-            kept activations for its temporaries and for the gradient of x (see :func:`lay_out`).
+        spare_rows: 0, or the rows of a spare buffer for the hidden gradient. Then the backward uses the
+            memory of the kept activations for its temporaries and for the gradient of x (see
+            :func:`lay_out`).
     """
 
     forward_rows: int
@@ -64,7 +66,7 @@ class Tiles(NamedTuple):
     spare_rows: int = 0
 
     def has_one(self, rows):
-        """Whether a backward of so many rows is a single shard, which needs no sums of weight gradients."""
+        """True if a backward of so many rows is a single shard, which needs no sums of weight gradients."""
         return self.shard_rows >= rows and not self.spare_rows
 
 
@@ -87,7 +89,8 @@ def _ceil_div(a, b):
 
 
 def _equal_shard(rows, most):
-    """Rows per shard for the fewest equal shards of at most ``most`` rows: whole tiles if that needs no more shards."""
+    """Rows per shard for the minimum number of equal shards of at most ``most`` rows: whole tiles if that
+    needs no more shards."""
     shards = _ceil_div(rows, most)
     equal = _ceil_div(rows, shards)
     whole = _ceil_div(equal, TILE) * TILE
@@ -107,8 +110,8 @@ def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
         problem: sizes of the call.
         num_shards: number of shards, or None. Without a budget no activations are kept then.
         memory_budget: bytes at the peak of the backward beyond inputs, result and gradients: activations and
-            ``problem.sums``. None: ``LIGER_MEMORY_BUDGET`` or, if that is unset, the sums and the activations of 4096
-            tokens.
+            ``problem.sums``. None: ``LIGER_MEMORY_BUDGET`` or, if that is unset, the sums and the activations
+            of 4096 tokens.
         keep: whether there is a backward.
     """
     rows, row = problem.rows, problem.row
@@ -128,8 +131,9 @@ def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
         equal = _equal_shard(rows, fitting)
         shards = Tiles(equal, equal, 0)
     else:
-        # The gradient of x overwrites the kept activations. Beyond it: the spare buffer, and at least twice as much.
-        # The product of a forward shard is no larger than the spare buffer, so the peak is in the backward.
+        # The gradient of x overwrites the kept activations. Beyond it: the spare buffer, and at least twice
+        # as much. The product of a forward shard is no larger than the spare buffer, so the peak is in the
+        # backward.
         kept = _ceil_div(problem.x + working - fitting * row, 2 * row)
         shards = Tiles(fitting, most, min(kept, rows), fitting)
     if keep and _one_shard_fits(problem, _bytes_of_shards(problem, shards)):
@@ -138,8 +142,8 @@ def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
 
 
 def forward_step(problem, tiles):
-    """Rows of a forward shard. Fewer than planned if gate, up and the product of a shard would need more memory than
-    the gradients of the backward."""
+    """Rows of a forward shard. Fewer than planned if gate, up and the product of a shard would need more
+    memory than the gradients of the backward."""
     if tiles.kept_rows < problem.rows or tiles.spare_rows:
         return tiles.forward_rows
     most = (problem.x + 2 * problem.weight) // max(problem.row, 1)
@@ -149,9 +153,9 @@ def forward_step(problem, tiles):
 def block_columns(problem):
     """Columns of the hidden gradient that exist at a time in a backward of one shard.
 
-    Each block of columns is a GEMM over the whole hidden size, and its columns of the gradient of down_weight are a sum
-    over all tokens, so blocks add neither work nor error. A block is no larger than the gradients of x and of
-    gate_weight, which are allocated after it; that is at least H columns.
+    Each block of columns is a GEMM over the whole hidden size, and its columns of the gradient of down_weight
+    are a sum over all tokens, so blocks add neither work nor error. A block is no larger than the gradients
+    of x and of gate_weight, which are allocated after it; that is at least H columns.
     """
     rows, hidden, intermediate = problem[:3]
     room = hidden + hidden * intermediate * (2 if problem.packed else 1) // max(rows, 1)
@@ -162,10 +166,11 @@ def block_columns(problem):
 
 
 def _one_shard_fits(problem, allowed):
-    """Whether a backward of one shard, which needs no sums, allocates at most ``allowed`` bytes beyond its results.
+    """True if a backward of one shard, which needs no sums, allocates at most ``allowed`` bytes beyond its
+    results.
 
-    Two comparisons instead of one with the maximum: with a dynamic number of tokens a maximum would add another guard
-    to compiled code.
+    Two comparisons instead of one with the maximum: with a dynamic number of tokens a maximum would add
+    another guard to compiled code.
     """
     activations = problem.row * problem.rows  # gate, or up
     # Gate is freed before the gradient of up_weight is allocated, unless gate and up are one tensor.
@@ -185,15 +190,17 @@ def _bytes_of_shards(problem, tiles):
 
 
 def lay_out(rows, hidden, intermediate, tiles):
-    """The list of :class:`Step` of a backward in the memory of the kept activations, for ``tiles`` with spare rows.
+    """The list of :class:`Step` of a backward in the memory of the kept activations, for ``tiles`` with spare
+    rows.
 
-    At the end the gradient of x is at the beginning of that memory, which has ``kept_rows * 2 * intermediate``
-    elements. Rows are processed in order, so gradients never overwrite activations that are still needed:
+    At the end the gradient of x is at the beginning of that memory, which has
+    ``kept_rows * 2 * intermediate`` elements. Rows are processed in order, so gradients never overwrite
+    activations that are still needed:
 
-    - kept row r is at offset r * 2I, and its gradient goes to offset r * H. The hidden gradient uses the gap between
-      the written gradients and the next activations, or the spare buffer;
-    - after the kept rows the end of the memory is free: gate and up of a shard are recomputed there. Shards become
-      smaller as the gradient grows towards them.
+    - kept row r is at offset r * 2I, and its gradient goes to offset r * H. The hidden gradient uses the gap
+      between the written gradients and the next activations, or the spare buffer;
+    - after the kept rows the end of the memory is free: gate and up of a shard are recomputed there. Shards
+      become smaller as the gradient grows towards them.
     """
     memory = tiles.kept_rows * 2 * intermediate
     steps: list[Step] = []

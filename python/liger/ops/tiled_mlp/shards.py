@@ -29,7 +29,8 @@ def slices(start, stop, step):
 
 
 class Projections:
-    """The projections to gate and up: one linear layer with result (rows, 2I), or two with results (rows, I)."""
+    """The projections to gate and up: one linear layer with result (rows, 2I), or two with results (rows,
+    I)."""
 
     def __init__(self, gate_weight, up_weight, gate_bias, up_bias, intermediate):
         self.intermediate = intermediate
@@ -99,7 +100,8 @@ class ParameterGradient:
 
 
 class ShardBuffers:
-    """The buffers of a backward of several shards: separate memory for gate and up, hidden gradient, and grad_x."""
+    """The buffers of a backward of several shards: separate memory for gate and up, hidden gradient, and
+    grad_x."""
 
     def __init__(self, x, kept, intermediate, shard_rows):
         self.x, self.kept, self.columns = x, kept, 2 * intermediate
@@ -120,8 +122,8 @@ class ShardBuffers:
         return self.x.new_empty(shard.stop - shard.start, self.columns // 2)
 
     def grad_x_of(self, shard):
-        """Memory for the gradient of x of this shard. The caller calls :meth:`store_grad_x` after its last use of gate
-        and up."""
+        """Memory for the gradient of x of this shard. The caller calls :meth:`store_grad_x` after its last
+        use of gate and up."""
         if self.grad_x is None:
             self.grad_x = torch.empty_like(self.x, memory_format=torch.contiguous_format)
         return self.grad_x[shard]
@@ -156,8 +158,8 @@ class SharedShardBuffers:
         return self._block(memory, start, step.stop - step.start, columns)
 
     def _overlaps_gate_up(self, shard):
-        """Whether the gradient of x of this shard overlaps the gate and up from which it is computed, as in the first
-        shards."""
+        """True if the gradient of x of this shard overlaps the gate and up from which it is computed, as in
+        the first shards."""
         return shard.stop * self.grad_x.shape[1] > self.planned[shard.start].gate_up
 
     def grad_x_of(self, shard):

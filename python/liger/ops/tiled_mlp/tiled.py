@@ -1,8 +1,9 @@
-"""Runs a token-wise module on one shard of tokens at a time, so that its activations exist for one shard only.
+"""Runs a token-wise module on one shard of tokens at a time, so that its activations exist for one shard
+only.
 
-The forward saves only its inputs. The backward reruns each shard with the random numbers and the autocast state of the
-forward, and differentiates it. Parameters are inputs of the autograd function, so each gets one gradient and the hooks
-of DDP, FSDP and ZeRO run once.
+The forward saves only its inputs. The backward reruns each shard with the random numbers and the autocast
+state of the forward, and differentiates it. Parameters are inputs of the autograd function, so each gets one
+gradient and the hooks of DDP, FSDP and ZeRO run once.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from ..._core.op.autograd import (
     without_base,
 )
 
-# By default a shard has as many tokens as x has features, as in the source of the method, but at least so many.
+# By default a shard has as many tokens as x has features, as in the source of the method, but at least so
+# many.
 _MIN_ROWS = 1024
 
 
 def _modules_of(function):
-    """The modules among a callable, the object of a bound method, and the function and arguments of a partial."""
+    """The modules among a callable, the object of a bound method, and the function and arguments of a
+    partial."""
     if isinstance(function, torch.nn.Module):
         return [function]
     if isinstance(function, functools.partial):
@@ -44,7 +47,8 @@ def _modules_of(function):
 
 
 def _parameters_of(function, extra):
-    """The distinct tensors that require grad among the parameters of the modules of ``function`` and ``extra``."""
+    """The distinct tensors that require grad among the parameters of the modules of ``function`` and
+    ``extra``."""
     parameters = itertools.chain(*(module.parameters() for module in _modules_of(function)), extra)
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
@@ -87,7 +91,8 @@ class _RandomState:
 
 
 class _Sharding:
-    """The split of x and of the other per-token tensors into shards, and the call of the function on one shard."""
+    """The split of x and of the other per-token tensors into shards, and the call of the function on one
+    shard."""
 
     def __init__(self, function, x, arguments, keywords, num_shards):
         self.function, self.keywords = function, keywords
@@ -97,8 +102,8 @@ class _Sharding:
         self.ones = (1,) * max(x.dim() - 2, 0)
         step = max(-(-self.rows // num_shards), 1)
         self.shards = [slice(i, min(i + step, self.rows)) for i in range(0, max(self.rows, 1), step)]
-        # Positions of the tensors that are sharded; every shard gets the other arguments whole. The tensors themselves
-        # are not kept here: autograd saves and frees them.
+        # Positions of the tensors that are sharded; every shard gets the other arguments whole. The tensors
+        # themselves are not kept here: autograd saves and frees them.
         self.arguments = [None if isinstance(value, torch.Tensor) else value for value in arguments]
         self.sharded = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
 
@@ -125,8 +130,9 @@ class _Sharding:
         return output.reshape(-1, output.shape[-1])
 
 
-def _run(sharding, flats, shared, states):
-    """The output of all shards in one tensor. Appends the random state before each shard to ``states``, unless None."""
+def _run_shards(sharding, flats, shared, states):
+    """The output of all shards in one tensor. Appends the random state before each shard to ``states``,
+    unless None."""
     result = None
     for shard in sharding.shards:
         if states is not None:
@@ -183,7 +189,7 @@ class _GradientSum:
 
 
 def _memory_of(tensor):
-    """The address of the storage; of a DTensor, whose own storage has none, that of its local tensor."""
+    """The address of the storage, for a DTensor of its local tensor's storage (its own has no address)."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
 
 
@@ -196,10 +202,10 @@ class _Tiled(torch.autograd.Function):
         # Not the parameters: hooks on saved tensors (checkpoint, save_on_cpu) would return copies of them.
         ctx.save_for_backward(*tensors[: count + len(names)])
         shared = dict(zip(names, tensors[count : count + len(names)], strict=True))
-        result = _run(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)
+        result = _run_shards(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)
         if not is_compiling() and any(autocast["enabled"] for autocast in ctx.autocast.autocasts):
-            # The cached casts of parameters were made without grad mode. In torch 2.10 the next user of the parameters
-            # would get these casts, and no gradient.
+            # The cached casts of parameters were made without grad mode. In torch 2.10 the next user of the
+            # parameters would get these casts, and no gradient.
             torch.clear_autocast_cache()
         memory = {_memory_of(t) for t in tensors}
         if _memory_of(result) in memory:
@@ -222,7 +228,7 @@ class _Tiled(torch.autograd.Function):
             )
         flats = [sharding.flat(t.detach()) for t in per_token]
         grad_output = sharding.flat(grad_output)
-        # new_empty of the upstream gradient: if that is batched (is_grads_batched), these must be, too.
+        # new_empty of the upstream gradient: if that is batched (is_grads_batched), these must also be.
         grads = [
             grad_output.new_empty(t.shape, dtype=t.dtype, device=t.device) if n else None
             for t, n in zip(flats, needed, strict=False)
@@ -272,38 +278,48 @@ def tiled(
     preserve_rng_state: bool = True,
     **keywords: Any,
 ) -> torch.Tensor:
-    """``function(x, *arguments, **keywords)`` for a token-wise function, computed one shard of tokens at a time.
+    """``function(x, *arguments, **keywords)`` for a token-wise function, computed one shard of tokens at a
+    time.
 
-    For MLPs of any kind, experts, projections with dropout. :func:`liger.tiled_mlp` does the same for gated MLPs with
-    less recomputation and no graph per shard.
+    For MLPs of any kind, experts, projections with dropout. :func:`liger.tiled_mlp` does the same for gated
+    MLPs with less recomputation and no graph per shard.
 
     Args:
-        function: a module, a bound method of one, a ``functools.partial`` of these, or any callable. It returns one
-            tensor with the leading shape of its first argument. A function that mixes tokens (attention, batch
-            statistics) gives wrong results without an error: only the shape of the output is checked.
-        x: (..., H), any dtype. A shard has as many dimensions: a shard of (B, T, H) is (1, tokens, H) and may span
-            several batches.
-        arguments: tensors among them have one entry per token, (..., any) with the leading shape of x, and are sharded
-            as x is. Every shard gets the other arguments whole.
-        num_shards: number of shards of equal size, at most the number of tokens. None: as many tokens per shard as x
-            has features, but at least 1024.
-        parameters: further tensors that the function uses and that require grad. Parameters of modules are found;
-            tensors to which a plain function or a lambda refers must be listed here, or the backward raises.
-        preserve_rng_state: whether the backward reruns shards with the random numbers of the forward, on the CPU and
-            on the device of x.
+        function: a module, a bound method of one, a ``functools.partial`` of these, or any callable. It
+            returns one tensor with the leading shape of its first argument. A function that mixes tokens
+            (attention, batch statistics) gives wrong results without an error: only the shape of the output
+            is checked.
+        x: (..., H), any dtype. A shard has as many dimensions: a shard of (B, T, H) is (1, tokens, H) and may
+            span several batches.
+        arguments: tensors among them have one entry per token, (..., any) with the leading shape of x, and
+            are sharded as x is. Every shard gets the other arguments whole.
+        num_shards: number of shards of equal size, at most the number of tokens. None: as many tokens per
+            shard as x has features, but at least 1024.
+        parameters: further tensors that the function uses and that require grad. Parameters of modules are
+            found; tensors to which a plain function or a lambda refers must be listed here, or the backward
+            raises.
+        preserve_rng_state: whether the backward reruns shards with the random numbers of the forward, on the
+            CPU and on the device of x.
         keywords: every shard gets them whole. Tensors among them may require grad.
 
     Returns:
-        A tensor with the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
-        shards in float32 and rounded once. x itself need not require grad. Under ``torch.compile`` every shard is a
-        ``torch.utils.checkpoint``, and the compiler sums the gradients. Under the transforms of ``torch.func`` and
-        in the programs of ``torch.export`` and other tracers shards keep their activations, so no memory is saved.
+        A tensor with the leading shape of x. Gradients of parameters and of tensors among the keywords are
+        summed over shards in float32 and rounded once. x itself need not require grad. Under
+        ``torch.compile`` every shard is a ``torch.utils.checkpoint``, and the compiler sums the gradients.
+        Under the transforms of ``torch.func`` and in the programs of ``torch.export`` and other tracers
+        shards keep their activations, so no memory is saved.
 
     Raises:
-        RuntimeError: a sparse, nested or quantised tensor; in the backward, a tensor that requires grad and is not
-            listed.
-        ValueError: num_shards out of range; a tensor among the arguments, or an output, without the leading shape of x.
+        RuntimeError: a sparse, nested or quantised tensor; in the backward, a tensor that requires grad and
+            is not listed.
+        ValueError: num_shards out of range; a tensor among the arguments, or an output, without the leading
+            shape of x.
         TypeError: an argument of another type, or an output that is not one tensor.
+
+    Example::
+
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.GELU(), torch.nn.Linear(192, 64))
+        >>> y = liger.tiled(mlp, torch.randn(2, 1000, 64), num_shards=4)
 
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """
@@ -345,8 +361,8 @@ def tiled(
 
 
 def _traceable(sharding, tensors, shared, run=lambda call, *shards: call(*shards)):
-    """The output of all shards without an autograd function, for compilers and transforms. ``run(call, *tensors)``
-    calls one shard."""
+    """The output of all shards without an autograd function, for compilers and transforms.
+    ``run(call, *tensors)`` calls one shard."""
     flats = [sharding.flat(t) for t in tensors]
 
     def call(x, *others):

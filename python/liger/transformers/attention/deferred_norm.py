@@ -1,8 +1,9 @@
-"""RMS norms of queries and keys that the rotation computes: ``liger.qk_norm_rope`` instead of two norms and a rotation.
+"""RMS norms of queries and keys that the rotation computes: ``liger.qk_norm_rope`` instead of two norms and a
+rotation.
 
-The forward of an attention normalises queries and keys, swaps dimensions, and rotates. In its patched copy the norm
-returns a :class:`DeferredNorm`, and the rotary function computes norm and rotation at once. Other code that reads it
-gets the result of the norm, so the copy computes the same as the original in any case.
+The forward of an attention normalises queries and keys, swaps dimensions, and rotates. In its patched copy
+the norm returns a :class:`DeferredNorm`, and the rotary function computes norm and rotation at once. Other
+code that reads it gets the result of the norm, so the copy computes the same as the original in any case.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .rotations import Rotation, layout
 
 
 class DeferredNorm:
-    """The result of a norm over the last dimension of ``x``, computed when something other than a rotation reads it."""
+    """The result of a norm over the last dimension of ``x``, computed when something other than a rotation
+    reads it."""
 
     def __init__(self, norm, x, swaps=()):
         self.norm, self.x, self.swaps = norm, x, swaps
@@ -101,7 +103,7 @@ def normalise_and_rotate(found, values, tables, unsqueeze):
 
     Args:
         found: the form and the layouts of the rotary function.
-        values: its arguments, of which at least one is a :class:`DeferredNorm`.
+        values: its arguments; at least one is a :class:`DeferredNorm`.
         tables: cos and sin.
     """
     form = found.form
@@ -130,7 +132,7 @@ def _function(form, count, unsqueeze, settings):
 
     def function(*given):
         tensors, weights, tables = given[:count], given[count : 2 * count], given[2 * count :]
-        # Of one tensor: the keys have no heads.
+        # Only one tensor is rotated: the keys have no heads.
         k_weight = weights[1] if count == 2 else None
 
         def op(q, k, cos, sin, heads, interleaved):

@@ -1,7 +1,7 @@
-"""Attention whose norms of queries and keys and rotation are one op: the patched class, and the trial that finds it.
+"""Attention with one op for the norms of queries and keys and the rotation: the patched class, and its trial.
 
-The trial runs the forward with stand-ins for its submodules: as it is, with norms and rotation as single ops, and with
-:class:`DeferredNorm` for the results of the norms.
+The trial runs the forward with stand-ins for its submodules: as it is, with norms and rotation as single ops,
+and with :class:`DeferredNorm` for the results of the norms.
 """
 
 import copy
@@ -23,7 +23,8 @@ from .rotary import RopeRecipe, renamed
 
 @dataclass(frozen=True)
 class QKNormRopeRecipe:
-    """An attention whose rotary functions (``calls``, as in RopeRecipe) compute the norms of these names as well."""
+    """An attention where the rotary functions (``calls``, as in RopeRecipe) also compute the norms of these
+    names."""
 
     calls: tuple
     norms: tuple
@@ -46,7 +47,8 @@ def _method(name):
 
 
 def _deferring(forward, calls, norms):
-    """A copy of a forward that calls methods of these names instead of norms, and the patched rotary functions.
+    """A copy of a forward that calls methods of these names instead of norms, and the patched rotary
+    functions.
 
     Raises:
         ValueError: the code cannot be renamed.
@@ -57,7 +59,8 @@ def _deferring(forward, calls, norms):
 
 
 def attention(module):
-    """As :func:`rotary.attention`; a recipe with norms where the trial shows that the rotation computes them."""
+    """As :func:`rotary.attention`; a recipe with norms where the trial shows that the rotation computes
+    them."""
     recipe = rotary.attention(module)
     if not isinstance(recipe, RopeRecipe):
         return recipe
@@ -69,7 +72,8 @@ def attention(module):
     norms = {name: each for name, each in found.items() if isinstance(each, NormRecipe)}
     if not norms:
         return recipe
-    # The number of the layer: where it matters, the rotation does not get a deferred norm, which is then read.
+    # The number of the layer: where it matters, the rotation does not get a deferred norm, which is then
+    # read.
     settings = tuple(setting for setting in trials.settings(module) if setting[0] != "layer_idx")
     sizes = tuple((name, type(child), _out_features(child)) for name, child in children.items())
     # The recipe of a norm may have the name of the attribute with eps.
@@ -174,7 +178,7 @@ class _Trial:
         )
         return tuple(dict.fromkeys(width for width in widths if width))
 
-    # --- the forward ----------------------------------------------------------------------------------------------
+    # --- the forward ----------------------------------------------------------------------------------------
 
     def names(self):
         names = tuple(self.norms)
@@ -206,7 +210,7 @@ class _Trial:
         return self.uses[name] and set(self.uses[name]) == {"heads"}
 
     def _agrees(self, names, case):
-        """Whether the results agree in both dtypes, and the rotation has computed the norms."""
+        """True if the results agree in both dtypes, and the rotation has computed the norms."""
         ours = _deferring(self.forward, self.recipe.calls, names)
         single = renamed(self.forward, self.recipe.calls)
         for dtype in (torch.float32, torch.bfloat16):
@@ -235,7 +239,8 @@ class _Trial:
         return trials.same_gradients(*functions, self.x, *self.weights.values())
 
     def _outputs(self, forward, names, case, dtype=torch.float32, x=None, weights=None, patched=True):
-        """The tensors that a copy of the forward returns; None for an error. ``uses``: of the norms ``names``."""
+        """The tensors that a copy of the forward returns; None for an error. ``uses``: of the norms
+        ``names``."""
         layer = self._stand_in(names, case, dtype, weights or self.weights, patched)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # dropout

@@ -1,4 +1,4 @@
-"""Rotary embeddings: attention whose forward calls the ops instead of the functions of its module.
+"""Rotary embeddings: attention that calls the ops instead of the functions of its module.
 
 Which form of rotation (attention/rotations.py) a function computes follows from a trial.
 """
@@ -24,7 +24,8 @@ def new_name(name):
 
 
 def is_rotary(name):
-    """Whether a global of a forward is called like the functions of transformers that rotate queries and keys."""
+    """True if a global of a forward is called like the functions of transformers that rotate queries and
+    keys."""
     return "apply_" in name and ("rotary" in name or "rope" in name)
 
 
@@ -32,8 +33,8 @@ def is_rotary(name):
 class Function:
     """A function that rotates one or two tensors.
 
-    ``unsqueeze`` is None if the function has that argument. ``layouts``: the numbers of dimensions of tensors and
-    tables for which it computes the form; other arguments reach the original.
+    ``unsqueeze`` is None if the function has that argument. ``layouts``: the numbers of dimensions of tensors
+    and tables for which it computes the form; other arguments reach the original.
     """
 
     form: Rotation | ComplexRotation
@@ -76,7 +77,8 @@ def renamed(function, calls):
 
 
 def rotary_function(original, found):
-    """A function with the signature of the original, which computes by the op what :class:`Function` allows."""
+    """A function with the signature of the original, which computes by the op what :class:`Function`
+    allows."""
     signature = _signature(original)
     names, defaults, tensors, tables = (
         signature.names,
@@ -145,7 +147,7 @@ class _Signature:
 
 
 def _is_extensible(function):
-    """Whether the package kernels has made a module of the function, so that kernelize can replace it."""
+    """True if the package kernels has made a module of the function, so that kernelize can replace it."""
     return isinstance(function, nn.Module)
 
 
@@ -156,7 +158,8 @@ def _signature(function):
 
 
 def attention(module):
-    """A recipe for a module whose forward calls a rotary function, a reason, or None for another module."""
+    """A recipe for a module that calls a rotary function in its forward, a reason, or None for another
+    module."""
     forward = trials.original(module).forward
     if not inspect.isfunction(forward):
         return None
@@ -165,7 +168,8 @@ def attention(module):
 
 
 def _calls(function):
-    """(the calls to replace, why there are none); the reason is None if the function calls no rotary function."""
+    """(the calls to replace, why there are none); the reason is None if the function calls no rotary
+    function."""
     calls, reason = [], None
     for name in sorted(filter(is_rotary, globals_used(function))):
         namespace = uses_global(function, name)
@@ -210,7 +214,7 @@ def recognise(function):
     return "is not a rotation that liger computes" if ran else "takes no arguments that a trial can give it"
 
 
-def _run(function, signature, form, unsqueeze, tensors, tables, position):
+def _call_rotation(function, signature, form, unsqueeze, tensors, tables, position):
     given = dict(zip((*signature.tensors, *signature.tables(form)), (*tensors, *tables), strict=True))
     if unsqueeze is None:
         given[UNSQUEEZE] = position
@@ -225,7 +229,7 @@ def _layouts(function, signature, form, unsqueeze):
         tensors, tables, position = case
         ours, where = form.rotate(tensors, tables, position), layout(tensors, tables)
         try:
-            theirs = _run(function, signature, form, unsqueeze, *case)
+            theirs = _call_rotation(function, signature, form, unsqueeze, *case)
         except trials.ERRORS:
             # The function takes neither this width of the tables nor this layout, so the model never uses it.
             continue
@@ -244,12 +248,12 @@ def _others(function, signature, found):
         if layout(tensors, tables) not in found.layouts or tensors[0].dtype != torch.float32:
             continue
         try:
-            _run(function, signature, form, found.unsqueeze, tensors, tables, position)
+            _call_rotation(function, signature, form, found.unsqueeze, tensors, tables, position)
         except trials.ERRORS:
             continue
 
         def theirs(*tensors, tables=tables, position=position):
-            results = _run(function, signature, form, found.unsqueeze, tensors, tables, position)
+            results = _call_rotation(function, signature, form, found.unsqueeze, tensors, tables, position)
             return torch.cat([t.flatten(1) for t in results], 1)
 
         def ours(*tensors, tables=tables, position=position):
@@ -260,7 +264,7 @@ def _others(function, signature, found):
         # Tables of fewer tokens than there are: a rotation of all tokens raises an error.
         shorter = [table[..., 1:, :] for table in tables]
         try:
-            _run(function, signature, form, found.unsqueeze, tensors, shorter, position)
+            _call_rotation(function, signature, form, found.unsqueeze, tensors, shorter, position)
         except trials.ERRORS:
             return None
         return "rotates some of the tokens only"

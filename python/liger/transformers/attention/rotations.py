@@ -1,7 +1,7 @@
 """The forms in which models apply rotary embeddings, each as a call of liger.rope or liger.complex_rope.
 
-A form has ``rotate(tensors, tables, unsqueeze)``, which returns the rotated tensors, or None if the op does not take
-these arguments, and ``cases()``, the arguments of its trial.
+A form has ``rotate(tensors, tables, unsqueeze)``, which returns the rotated tensors, or None if the op does
+not take these arguments, and ``cases()``, the arguments of its trial.
 """
 
 import itertools
@@ -23,9 +23,11 @@ FIXED_UNSQUEEZE = (-2, 1, -3)
 class Rotation:
     """A rotation by tables of cosines and sines.
 
-    pairing: ``halves`` (elements i and i + R/2), ``interleaved`` (2i and 2i + 1), or ``split``: pairs as interleaved,
+    pairing: ``halves`` (elements i and i + R/2), ``interleaved`` (2i and 2i + 1), or ``split``: pairs as
+    interleaved,
         results as halves.
-    table: ``full``: one number per element; ``first_half``: of these, the code reads the first half; ``half``: one
+    table: ``full``: one number per element; ``first_half``: of these, the code reads the first half;
+    ``half``: one
         number per pair.
     negated: the rotation turns in the other direction.
     tail: the last R elements of a head are rotated, not the first ones.
@@ -39,7 +41,7 @@ class Rotation:
 
     @property
     def is_of_heads(self):
-        """Whether the op gets whole heads in their own order, so that it may normalise them before."""
+        """True if the op gets whole heads in their own order, so that it may normalise them before."""
         return not self.tail and self.pairing != "split"
 
     def rotate(self, tensors, tables, unsqueeze, op=rope):
@@ -118,7 +120,8 @@ FORMS: tuple[Rotation | ComplexRotation, ...] = (
 def _heads_dim(q, table, unsqueeze):
     """The dimension of q along which ``table.unsqueeze(unsqueeze)`` is broadcast, if it is one of heads.
 
-    q is (B, H, T, D), (B, T, H, D) or one of both without B. None for another layout, or a table of other tokens.
+    q is (B, H, T, D), (B, T, H, D) or one of both without B. None for another layout, or a table of other
+    tokens.
     """
     if q.dim() not in (3, 4) or not 2 <= table.dim() < q.dim():
         return None
@@ -131,7 +134,8 @@ def _heads_dim(q, table, unsqueeze):
 
 
 def _like(tensors, table, heads):
-    """Whether all tensors differ from the first one in the number of heads only, and none alone is a DTensor."""
+    """True if all tensors differ from the first one in the number of heads only, and none alone is a
+    DTensor."""
     q = tensors[0]
 
     def shape(t):

@@ -8,14 +8,17 @@ from ..recipe import recomputed
 
 
 class Probe:
-    """Calls a layer without a checkpoint, counts what it saves, and stores that in host memory until the backward.
+    """Calls a layer without a checkpoint, counts what it saves, and stores that in host memory until the
+    backward.
 
-    So the step needs no more device memory than one in which the layer is recomputed: its activations exist in the
-    forward alone, where the activations of the other layers are not yet recomputed. On the CPU they are not copied.
+    So the step needs no more device memory than one in which the layer is recomputed: its activations exist
+    in the forward alone, where the activations of the other layers are not yet recomputed. On the CPU they
+    are not copied.
 
     Attributes:
-        bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and without what
-            its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once. The sum over all calls.
+        bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and
+            without what its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once.
+            The sum over all calls.
     """
 
     is_probe = True
@@ -26,7 +29,8 @@ class Probe:
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
         outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in plain_tensors(t)}
-        # References to the storages: without them the allocator may reuse an address for another saved tensor.
+        # References to the storages: without them the allocator may reuse an address for another saved
+        # tensor.
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(x):
@@ -59,8 +63,8 @@ class Probe:
 class HostCopy:
     """A tensor in host memory that comes back with its strides.
 
-    A backward may rely on the strides that its forward has made: that of memory-efficient attention needs those of a
-    mask whose rows are a slice of longer ones. Expanded dimensions are stored once.
+    A backward may rely on the strides that its forward has made: the backward of memory-efficient attention
+    needs the strides of a sliced mask. Expanded dimensions are stored once.
     """
 
     def __init__(self, x):

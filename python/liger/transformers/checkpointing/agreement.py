@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """All-reduces a few integers over the ranks of a process group; without torch.distributed it returns them.
+    """All-reduces a few integers over the ranks of a process group; without torch.distributed it returns
+    them.
 
     Args:
         group: the process group; None: the default group, if there is one at the first use.
@@ -20,7 +21,7 @@ class Agreement:
 
     @property
     def is_first(self):
-        """Whether this process prints for all of them."""
+        """True if this process prints for all of them."""
         return not _initialised() or dist.get_rank(self._given) == 0
 
     def largest(self, numbers):

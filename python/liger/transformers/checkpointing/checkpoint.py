@@ -1,8 +1,9 @@
 """``checkpoint``: recomputes as many decoder layers as the memory asks for, and no more.
 
-A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last. It starts
-with full checkpointing, measures a step, and then lets the last layers keep their activations, because the backward
-frees theirs first. checkpointing/memory_plan.py has the arithmetic, docs/checkpointing.md the method.
+A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
+It starts with full checkpointing, measures a step, and then lets the last layers keep their activations,
+because the backward frees theirs first. checkpointing/memory_plan.py has the arithmetic,
+docs/checkpointing.md the method.
 """
 
 from __future__ import annotations
@@ -25,43 +26,51 @@ from .step import BackwardHook, Step
 _Model = TypeVar("_Model", bound=nn.Module)
 _GIB = 2**30
 # Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
-_MOST_GROWING = 16
+_MAX_GROWING = 16
 # Between the starts of two steps, in units of a layer's activations: less does not change a plan.
-_LEAST_GROWTH = 0.25
+_MIN_GROWTH = 0.25
 
 
 def checkpoint(
     model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
 ) -> _Model:
-    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their activations.
+    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their
+    activations.
 
-    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as the memory
-    needs, at most all of them. A step with more tokens than any before gets a new plan before it starts. Losses and
-    gradients are those of the model without checkpointing. Each change of the plan prints one line on stderr, and
-    :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
+    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as
+    the memory needs, at most all of them. A step with more tokens than any before gets a new plan before it
+    starts. Losses and gradients are as without checkpointing. Each change of the plan prints one line on
+    stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
 
-    Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP, ``deepspeed.initialize``), and
-    before ``torch.compile``, whose code neither measures nor changes the plan. Models without layers of transformers
-    must be patched first. ``liger.unpatch`` ends it, too.
+    Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP,
+    ``deepspeed.initialize``), and before ``torch.compile``: compiled code neither measures nor changes the
+    plan. Models without layers of transformers must be patched first. ``liger.unpatch`` also ends it.
 
     Args:
-        model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of layers.
-        memory: what the process may allocate on the device at the peak of a step, weights and optimizer included: bytes
-            (int), a share of the memory of the device (float in (0, 1]), or "auto" for what is free after the first
-            step. A part of the device is left free in any case, 3 to 8 percent by measurement. On a CPU it must be in
-            bytes and counts parameters, gradients and the activations of layers alone. None ends the planning and
-            restores the checkpointing that the model had before, or that other code has turned on or off since.
-        tokens: the tokens of the longest step that will come, padding included, on any rank. None: the longest step so
-            far.
-        group: the process group whose ranks run this model, which must agree on a plan. None: all processes.
+        model: a model of transformers, a module that contains one (PEFT, DDP), or a module with a list of
+            layers.
+        memory: what the process may allocate on the device at the peak of a step, weights and optimizer
+            included: bytes (int), a share of the memory of the device (float in (0, 1]), or "auto" for what
+            is free after the first step. A part of the device is left free in any case, 3 to 8 percent by
+            measurement. On a CPU it must be in bytes and counts parameters, gradients and the activations of
+            layers alone. None ends the planning and restores the checkpointing that the model had before, or
+            that other code has turned on or off since.
+        tokens: the tokens of the longest step that will come, padding included, on any rank. None: the
+            longest step so far.
+        group: the process group that runs this model and must agree on a plan. None: all processes.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: model is not a module, or memory or tokens have another type.
-        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on the CPU
-            of a machine with one: in the first step); a model without decoder layers.
+        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on
+            the CPU of a machine with one: in the first step); a model without decoder layers.
+
+    Example::
+
+        >>> model = liger.patch(model)
+        >>> model = liger.transformers.checkpoint(model, memory=60 * 2**30)
     """
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:
@@ -146,7 +155,7 @@ class Planner:
         # A step belongs to one graph, which copies do not have.
         return {**vars(self), "step": None}
 
-    # --- hooks ----------------------------------------------------------------------------------------------------
+    # --- hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, layer, args, kwargs):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
@@ -187,7 +196,7 @@ class Planner:
         self.step.graphs.append(weakref.ref(hook))
         hidden.register_hook(hook)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def _begin(self, hidden):
         if hidden.device.type == "cuda":
@@ -196,7 +205,7 @@ class Planner:
             self.meter = device_memory.CountedMemory(self.memory, self.model)
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
-        # The statistics are those of one device. Offloaded parameters are on the CPU.
+        # The statistics describe one device. Offloaded parameters are on the CPU.
         if any(p.device not in (hidden.device, torch.device("cpu")) for p in parameters):
             self.allowed = 0
             self._say("the layers are on several devices, so all of them are recomputed")
@@ -214,7 +223,7 @@ class Planner:
         return [tokens, tokens * hidden.shape[-2]] if self.is_quadratic else [tokens]
 
     def _pause(self):
-        """A forward without gradients: its memory is not that of the step."""
+        """Pauses the measurement: a forward without gradients has other memory than the step."""
         if self.step is None or self.meter is None:
             return
         if self.step.backward:
@@ -227,12 +236,13 @@ class Planner:
         return any(p.grad is not None for p in self.trained)
 
     def _has_grown(self, phase, now):
-        """Whether more memory is allocated than at the start of the last step of this phase."""
+        """True if more memory is allocated than at the start of the last step of this phase."""
         growth = now - self.phase_start.get(phase, now)
-        return growth > self.plan.cost(1) * _LEAST_GROWTH
+        return growth > self.plan.cost(1) * _MIN_GROWTH
 
     def _finish(self, phase, now, retries, ooms):
-        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after it."""
+        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after
+        it."""
         step = self.step
         if self.plan is not None and self._has_grown(phase, now):
             self.plan.outdate()
@@ -293,7 +303,7 @@ class Planner:
             step.is_measured = step.is_measured or step.forwards == 1
         kept, has_plan = before, True
         if is_longer or asked or phase not in self.settled:
-            may_grow = phase not in self.settled and self.age < _MOST_GROWING
+            may_grow = phase not in self.settled and self.age < _MAX_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
             is_measured = self.plan is not None and self.plan.is_measured(phase, before)
             kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
@@ -322,7 +332,7 @@ class Planner:
             return 0
         start = step.start if self.sees_gradients else max(self.starts)
         room = self.meter.limit - start
-        return self.plan.most(step.phase, self.longest, room, min(allowed, self.allowed))
+        return self.plan.max_kept(step.phase, self.longest, room, min(allowed, self.allowed))
 
     def _probe(self):
         """One layer of each kind counts what it saves."""
@@ -333,7 +343,7 @@ class Planner:
         for probe in self.probes.values():
             self.switches.use(probe.layer, probe)
 
-    # --- words ----------------------------------------------------------------------------------------------------
+    # --- words ----------------------------------------------------------------------------------------------
 
     @property
     def summary(self):

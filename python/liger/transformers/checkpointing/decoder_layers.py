@@ -1,9 +1,9 @@
 """The decoder layers of a model, and the switch of each layer between recomputation and kept activations.
 
-The layers of transformers are switched by their own attributes: ``gradient_checkpointing`` is True for every layer, and
-``_gradient_checkpointing_func`` either recomputes the layer or calls it. Thus a layer that keeps its activations gets
-the same arguments as one that is recomputed (transformers removes key-value caches from them). Layers of other models
-get a forward with these two attributes.
+The layers of transformers are switched by their own attributes: ``gradient_checkpointing`` is True for every
+layer, and ``_gradient_checkpointing_func`` either recomputes the layer or calls it. Thus a layer that keeps
+its activations gets the same arguments as one that is recomputed (transformers removes key-value caches from
+them). Layers of other models get a forward with these two attributes.
 """
 
 import functools
@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
 
-# Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the attributes before
-# a hook of the layer can set them.
+# Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the
+# attributes before a hook of the layer can set them.
 READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -32,7 +32,8 @@ def keep(function, *args, **kwargs):
 
 
 def find(model):
-    """The decoder layers: of all rows of layers, the one with the most parameters. An empty list without any."""
+    """The decoder layers: of all rows of layers, the one with the most parameters. An empty list without
+    any."""
     layers = _largest_row(model, lambda module: isinstance(module, GradientCheckpointingLayer))
     return layers or _largest_row(model, _looks_like_a_layer)
 
@@ -61,7 +62,8 @@ def _size(layer):
 
 
 def kind(layer):
-    """A key that is equal for layers with activations of the same size: classes, patches and shapes of their parts."""
+    """A key that is equal for layers with activations of the same size: classes, patches and shapes of their
+    parts."""
     parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
     shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in layer.named_parameters())
     return parts, shapes
@@ -94,7 +96,7 @@ class Switches:
 
     @property
     def has_wrapped(self):
-        """Whether the layers are none of transformers."""
+        """True if the layers are none of transformers."""
         return bool(self._wrapped)
 
     def turn(self, kept):
@@ -116,7 +118,7 @@ class Switches:
 
     def _set(self, module, function, flag=True):
         self._note(module)
-        # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
+        # Not setattr: its checks for parameters and modules cost more than the rest of the planner.
         vars(module)[FLAG], vars(module)[FUNCTION] = self._ours[module] = flag, function
 
     def _note(self, module):
@@ -143,7 +145,8 @@ class Switches:
 
 
 def _checkpointing_of(module):
-    """The function by which the module is recomputed: that of the user, of the Trainer for example, or torch's."""
+    """The function by which the module is recomputed: the user's, from the Trainer for example, or
+    torch's."""
     found = vars(module).get(FUNCTION)
     # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
     if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_probe", False):
@@ -154,7 +157,7 @@ def _checkpointing_of(module):
 
 
 def _hides_steps(function):
-    """Whether hooks of a layer run without gradients in this function, as in a forward that is no step."""
+    """True if hooks of a layer run without gradients in this function, as in a forward that is no step."""
     return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 
@@ -163,7 +166,8 @@ def _is_set(layer, keeps):
 
 
 def _forward(layer, replaced, *args, **kwargs):
-    """The forward of a layer that is none of transformers, around that of its class or instance (``replaced``)."""
+    """The forward of a layer that is none of transformers, around the forward of its class or instance
+    (``replaced``)."""
     forward = functools.partial(type(layer).forward, layer) if replaced is None else replaced
     original = functools.partial(forward, **kwargs)
     if layer.training and vars(layer)[FLAG]:

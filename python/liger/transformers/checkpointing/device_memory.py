@@ -9,13 +9,14 @@ import torch
 
 from .activation_bytes import plain_tensors
 
-# Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching allocator
-# had reserved beyond the peak of allocated memory.
-LEAST_HEADROOM, MOST_HEADROOM = 0.03, 0.08
+# Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching
+# allocator had reserved beyond the peak of allocated memory.
+MIN_HEADROOM, MAX_HEADROOM = 0.03, 0.08
 
 
 def check(memory):
-    """Raises TypeError or ValueError for an argument ``memory`` of another form than bytes, share or "auto"."""
+    """Raises TypeError or ValueError for an argument ``memory`` of another form than bytes, share or
+    "auto"."""
     name = "liger.transformers.checkpoint: memory"
     if isinstance(memory, bool) or not isinstance(memory, int | float | str):
         raise TypeError(f"{name} must be an int, a float, 'auto' or None, not {type(memory).__name__}")
@@ -36,8 +37,8 @@ def check(memory):
 class CudaMemory:
     """Allocated bytes by the statistics of the caching allocator.
 
-    ``read`` costs about 20 microseconds and does not synchronise. The allocator has one peak for a device, which every
-    meter resets, and other code as well: so each remembers the peak until then (:meth:`note`).
+    ``read`` costs about 20 microseconds and does not synchronise. The allocator has one peak for a device,
+    which every meter resets, and other code as well: so each remembers the peak until then (:meth:`note`).
     """
 
     exact = False
@@ -53,7 +54,8 @@ class CudaMemory:
         self._meters.add(self)
 
     def read(self):
-        """(allocated bytes, number of retries after a flush of the cache, number of errors for lack of memory)."""
+        """(allocated bytes, number of retries after a flush of the cache, number of errors for lack of
+        memory)."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return stats["allocated_bytes"]["all"]["current"], stats["num_alloc_retries"], stats["num_ooms"]
 
@@ -70,7 +72,8 @@ class CudaMemory:
         self.noted = max(self.noted, stats["allocated_bytes"]["all"]["peak"])
 
     def peak(self, counted):
-        """Peak of allocated bytes since :meth:`start`; updates ``limit``, the bytes that a step may allocate."""
+        """Peak of allocated bytes since :meth:`start`; updates ``limit``, the bytes that a step may
+        allocate."""
         self.note()
         peak = self.noted
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -79,7 +82,7 @@ class CudaMemory:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             available = min(available, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
         slack = max(stats["reserved_bytes"]["all"]["peak"] - peak, 0)
-        headroom = min(max(slack, LEAST_HEADROOM * total), MOST_HEADROOM * total)
+        headroom = min(max(slack, MIN_HEADROOM * total), MAX_HEADROOM * total)
         self.limit = int(available - headroom)
         if isinstance(self.memory, int):
             self.limit = min(self.limit, self.memory)

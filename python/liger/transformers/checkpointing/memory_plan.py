@@ -1,20 +1,22 @@
-"""How many layers may keep their activations: arithmetic over measured steps, without a model or a device.
+"""The number of layers that may keep their activations: arithmetic over measured steps, without a model or a
+device.
 
-A step with k kept layers needs at most the memory of a step with j < k kept layers plus the activations of k - j
-layers, at every moment. So each measured step bounds the steps with more kept layers, and the smallest of the bounds
-counts. If two measured steps differ by more than the counted activations, all counts are raised by that ratio.
+A step with k kept layers needs at most the memory of a step with j < k kept layers plus the activations of k
+- j layers, at every moment. Therefore each measured step bounds the steps with more kept layers, and the
+smallest of the bounds counts. If two measured steps differ by more than the counted activations, all counts
+are raised by that ratio.
 
-A load is a tuple of numbers that grow with the step: its tokens, and with eager attention tokens times length. The
-memory of a larger load is taken as proportional: the ratio of the loads multiplies gradients and temporaries of the
-optimizer as well, so the estimate is high.
+A load is a tuple of numbers that grow with the step: its tokens, and with eager attention tokens times
+length. The memory of a larger load is taken as proportional: the ratio of the loads multiplies gradients and
+temporaries of the optimizer as well, so the estimate is high.
 """
 
 import itertools
 import math
 from collections import defaultdict
 
-# Factor of the counted activations until a step has confirmed them: saved_tensors_hooks do not see tensors that an
-# autograd node stores as attributes.
+# Factor of the counted activations until a step has confirmed them: saved_tensors_hooks do not see tensors
+# that an autograd node stores as attributes.
 UNCONFIRMED = 1.25
 
 
@@ -28,7 +30,7 @@ class MemoryPlan:
     """
 
     def __init__(self, costs, load, exact=False):
-        # Of the last k layers together: they are the first whose activations the backward frees.
+        # Bytes of the last k layers together: the backward frees their activations first.
         self.costs = [0, *itertools.accumulate(reversed(costs))]
         self.load = tuple(load)
         self.factor = 1.0 if exact else UNCONFIRMED
@@ -46,22 +48,23 @@ class MemoryPlan:
         return math.ceil(self.costs[kept] * self.factor * ratio)
 
     def ratio(self, load):
-        """How much larger a load is than the measured one; 1 for smaller loads."""
+        """The ratio of a load to the measured load; 1 for smaller loads."""
         return max(1.0, *(a / b for a, b in zip(load, self.load, strict=True)))
 
     def outdate(self):
-        """Marks all peaks, because a step has allocated memory that stays, as the first step of an optimizer allocates
-        its states. The next steps start with that memory, and a peak above the start of the step counts it, too. So a
-        marked peak is a bound, until a step with as many kept layers replaces it.
+        """Marks all peaks, because a step has allocated memory that stays, as the first step of an optimizer
+        allocates its states. The next steps start with that memory, and a peak above the start of the step
+        also counts it. A marked peak is a bound, until a step with as many kept layers replaces it.
         """
         self.outdated.update((phase, kept) for phase, peaks in self.peaks.items() for kept in peaks)
 
     def is_measured(self, phase, kept):
-        """Whether there is a peak of this phase and number of kept layers that is not outdated."""
+        """True if there is a peak of this phase and number of kept layers that is not outdated."""
         return kept in self.peaks[phase] and (phase, kept) not in self.outdated
 
     def record(self, phase, kept, peak, load, forward=None, outdated=False):
-        """Adds a measured step. One of a smaller load than the largest only lowers an outdated peak, in proportion.
+        """Adds a measured step. One of a smaller load than the largest only lowers an outdated peak, in
+        proportion.
 
         Args:
             phase: steps of different phases are not compared: with or without gradients at their start.
@@ -118,7 +121,7 @@ class MemoryPlan:
     def need(self, phase, kept, load):
         """Bytes above the start of a step that it needs at most; None if no step bounds it."""
         ratio = self.ratio(load)
-        # With gradients at its start, a step needs less above it than one that allocates them.
+        # A step that starts with allocated gradients has a lower peak above its start.
         peaks = self._known(phase) or self._known(False)
         bounds = [
             math.ceil(peak * ratio) + self.cost(kept, ratio) - self.cost(fewer, ratio)
@@ -130,8 +133,9 @@ class MemoryPlan:
     def _known(self, phase):
         return {**self.estimates[phase], **self.peaks[phase]}
 
-    def most(self, phase, load, room, allowed):
-        """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does.
+    def max_kept(self, phase, load, room, allowed):
+        """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none
+        does.
 
         At most one before the counts are confirmed: a wrong count costs the memory of one layer only.
         """

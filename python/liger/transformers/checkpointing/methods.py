@@ -1,4 +1,4 @@
-"""Checkpointing of a model by the methods of transformers, whose names changed in 5.24."""
+"""Checkpointing of a model by the methods of transformers. Their names changed in 5.24."""
 
 
 def enable(model, **settings):

@@ -1,8 +1,8 @@
-"""What autograd saves in the decoder layers of a patched model, in bytes per token, from the modules alone.
+"""Bytes per token that autograd saves in the decoder layers of a patched model, from the modules alone.
 
-Counted are tensors whose size grows with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
-and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of its sums
-(FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
+Counted are tensors that grow with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
+and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of
+its sums (FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..recipe import trials
 from ..recipe.classes import recipe_of
 from . import decoder_layers
 
-# Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are int64.
+# Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are
+# int64.
 _FLOAT32, _INT64 = 4, 8
 
 
@@ -39,7 +40,7 @@ class Saved:
 
 
 def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
-    """The rows of all decoder layers, added up by part and tensor; without those of a vision tower.
+    """The rows of all decoder layers, added up by part and tensor, without the rows of a vision tower.
 
     Args:
         model: a patched model, on any device; the meta device needs no memory.
@@ -64,7 +65,8 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
 
 
 def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
-    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another form."""
+    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another
+    form."""
     layers = decoder_layers.find(_decoder(model))
     return Counter(
         trials.original(layer).__name__
@@ -74,8 +76,8 @@ def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
 
 
 def _decoder(model):
-    # Layers of a vision tower may have the same form, but other tokens and another configuration. transformers 4.57 has
-    # no decoder for models of text alone.
+    # Layers of a vision tower may have the same form, but other tokens and another configuration.
+    # transformers 4.57 has no decoder for models of text alone.
     decoder = model.get_decoder()
     return model if decoder is None else decoder
 
@@ -86,7 +88,7 @@ def _layer(layer, config, size) -> Iterator[Saved]:
         if name is not None:
             width = config.hidden_size * size
             yield Saved("norms", "input, rstd", *[width + _FLOAT32] * 2)
-            # A linear layer reads the outputs of these, an addition those of the others.
+            # A linear layer reads the outputs of these norms, an addition reads the outputs of the others.
             if name in (recipe.before, recipe.fused_norm):
                 yield Saved("norms", "output", width, 0)
     yield from _attention(getattr(layer, recipe.attention), size)

@@ -1,4 +1,5 @@
-"""One step of a planned model: the state of the allocator at its start, and whether its backward has started."""
+"""One step of a planned model: the state of the allocator at its start, and whether its backward has
+started."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 
 @dataclass
 class Step:
-    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are one step."""
+    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are
+    one step."""
 
     start: int
     retries: int
@@ -24,7 +26,7 @@ class Step:
     forward_bytes: int | None = None
     # Allocated bytes after the first forward; the peak of the step cannot be below.
     after_forward: int = 0
-    # Whether the backward has started; whether the peak includes other work.
+    # The backward has started. The peak includes other work.
     backward: bool = False
     is_disturbed: bool = False
     # Weak references to the hooks of the outputs, which exist as long as their graphs.
@@ -32,12 +34,14 @@ class Step:
 
     @property
     def is_over(self):
-        """Whether the backward has started, or the results of all forwards are gone, by an error for example."""
+        """True if the backward has started, or the results of all forwards are gone, by an error for
+        example."""
         return self.backward or not any(graph() is not None for graph in self.graphs)
 
 
 class BackwardHook:
-    """Hook of an output that records the start of the backward, and has the meter note the peak at its end."""
+    """Hook of an output that records the start of the backward, and has the meter note the peak at its
+    end."""
 
     def __init__(self, step, meter):
         self.step, self.meter = step, meter

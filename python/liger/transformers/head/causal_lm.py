@@ -1,9 +1,10 @@
-"""Recognition of models whose lm_head can compute the loss.
+"""Recognition of models where the lm_head can compute the loss.
 
-The trial calls the forward of the model between stand-ins for its other modules, which return artificial hidden states,
-and an artificial head, and observes what reaches the loss function. Then it calls it again with a head that computes
-the loss, and both must agree in the loss and in its gradient: in evaluation, in training and with every argument below.
-What the model does before the head does not matter, because a patched model does it, too.
+The trial calls the forward of the model between stand-ins for its other modules, which return artificial
+hidden states, and an artificial head, and observes what reaches the loss function. Then it calls it again
+with a head that computes the loss, and both must agree in the loss and in its gradient: in evaluation, in
+training and with every argument below. What the model does before the head does not matter, because a patched
+model also does it.
 """
 
 import copy
@@ -28,8 +29,8 @@ logger = logging.getLogger("liger.transformers")
 
 HIDDEN, CLASSES, TOKENS = 16, 20, 5
 
-# Of the weight of an artificial head: 256 MiB.
-MOST_ELEMENTS = 1 << 26
+# The maximum size of an artificial head's weight: 256 MiB.
+MAX_ELEMENTS = 1 << 26
 
 CHANGED = "between head and loss it changes the logits, or it computes its loss in another way"
 READS = "between head and loss it uses the logits in a way in which the loss cannot take their place"
@@ -59,7 +60,7 @@ def causal_lm(module, fused):
         return reason if fused else CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
     linear = getattr(layers[0], "base_layer", layers[0])
     found = _Trial(module, name, linear, loss, CLASSES, False).result()
-    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MOST_ELEMENTS:
+    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MAX_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.
         found = _Trial(module, name, linear, loss, linear.out_features, True).result()
     if fused:
@@ -84,7 +85,7 @@ class _BackboneOutput(MoeModelOutputWithPast):
 
 
 class _Stub:
-    """Stand-in for a module beside the head: its plain attributes, but artificial results.
+    """Stand-in for a module other than the head: its plain attributes, but artificial results.
 
     It returns hidden states unchanged, and for every other input new hidden states.
     """
@@ -283,7 +284,7 @@ class _Trial:
         return {**found, "shift_labels": {"shift_labels": self.shifted}} if shift else found
 
     def _passes(self, name, arguments):
-        """Whether this keyword of the model reaches the loss function."""
+        """True if this keyword of the model reaches the loss function."""
         try:
             _, given, _, _ = self._observe(**arguments)
         except trials.ERRORS:
@@ -291,10 +292,10 @@ class _Trial:
         return len(given) == 1 and given[0][2].get(name) is arguments[name]
 
     def _rehearse(self, recipe, seen):
-        """The recipe if the loss and its gradient are those of the model with every argument, else a reason."""
+        """The recipe if the loss and its gradient agree with the model for every argument, else a reason."""
         for training, (_, _, loss, grad) in zip((False, True), seen, strict=True):
             try:
-                actual = self._run(recipe, {}, training)
+                actual = self._patched_loss(recipe, {}, training)
             except trials.ERRORS:
                 return READS
             if not _same(actual, (loss, grad)):
@@ -305,7 +306,7 @@ class _Trial:
             except trials.ERRORS:
                 # The model does not take this argument, or needs a real backbone for it.
                 continue
-            if len(given) != 1 or not _same(self._run(recipe, arguments, True), expected):
+            if len(given) != 1 or not _same(self._patched_loss(recipe, arguments, True), expected):
                 return f"with {' and '.join(arguments)} it computes another loss than its head would"
         return recipe
 
@@ -353,7 +354,7 @@ class _Trial:
             return calls, [], None, None
         return calls, given, loss, torch.autograd.grad(loss, self.hidden)[0]
 
-    def _run(self, recipe, arguments, training):
+    def _patched_loss(self, recipe, arguments, training):
         """(loss, gradient of the hidden states) with a head that computes the loss."""
         keywords = {name: arguments[name] for name in recipe.keywords if name in arguments}
         labels = arguments.get("labels", self.labels)
@@ -405,7 +406,7 @@ class _Trial:
 
 
 def _is_view(target, labels):
-    """Whether two tensors have the same elements in the same memory."""
+    """True if two tensors have the same elements in the same memory."""
     return target.numel() == labels.numel() and target.data_ptr() == labels.data_ptr()
 
 
@@ -414,7 +415,7 @@ def _loss_of(output):
 
 
 def _same(actual, expected):
-    """Whether two pairs (loss, gradient of the hidden states) agree."""
+    """True if two pairs (loss, gradient of the hidden states) agree."""
     (loss, grad), (expected_loss, expected_grad) = actual, expected
     if loss.shape != expected_loss.shape or not torch.allclose(loss, expected_loss, rtol=1e-5):
         return False
@@ -438,7 +439,8 @@ def _transform(logits, recorded):
 
 
 def _scale(logits, recorded, cap):
-    """The factor of the logits, from ordinary and small hidden states, where they saturate no tanh; 0 if all do."""
+    """The factor of the logits, from ordinary and small hidden states, where they saturate no tanh; 0 if all
+    do."""
     x, y = logits[:2].double(), recorded[:2].double()
     if cap is None:
         return _factor(x, y)

@@ -1,9 +1,10 @@
-"""What a head returns in place of logits, where the forward of the model calls torch's cross entropy itself.
+"""Stand-ins for logits that a head returns where the forward of the model calls torch's cross entropy itself.
 
-Encoder-decoders and masked language models do so: ``CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))``. Their
-head computes the loss within its call, as in models with a loss function (head/loss.py), and returns a
-:class:`DeferredLogits`. It takes the operations that a trial has found between head and loss, and torch's cross entropy
-gets the loss from it. Any other use of the logits raises an error.
+Encoder-decoders and masked language models do so:
+``CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))``. Their head computes the loss within its call, as
+in models with a loss function (head/loss.py), and returns a :class:`DeferredLogits`. It takes the operations
+that a trial has found between head and loss, and torch's cross entropy gets the loss from it. Any other use
+of the logits raises an error.
 """
 
 import math
@@ -26,7 +27,7 @@ _MESSAGE = (
 
 @dataclass(eq=False)
 class DeferredLogits:
-    """Logits of which only the cross entropy is known.
+    """Stand-in for logits: only their cross entropy is known.
 
     Args:
         call: the :class:`LossCall` of the model.
@@ -129,8 +130,8 @@ _NN.__dict__.update({**vars(nn), "CrossEntropyLoss": CrossEntropyLoss})
 
 
 def traceable(forward):
-    """A copy of the forward that constructs the CrossEntropyLoss of this file; the forward itself if it does not
-    construct torch's by one of the usual names."""
+    """A copy of the forward that constructs the CrossEntropyLoss of this file; the forward itself if it does
+    not construct torch's by one of the usual names."""
     for name, theirs, ours in (("CrossEntropyLoss", nn.CrossEntropyLoss, CrossEntropyLoss), ("nn", nn, _NN)):
         names = uses_global(forward, name)
         if names is None or names.get(name) is not theirs:

@@ -1,7 +1,7 @@
 """The kind of an lm_head: which of its linear layers may compute the loss, and why none may.
 
-A head is a plain nn.Linear, PEFT's LoRA layer around one, or PEFT's copies of one for ``modules_to_save``. What tensor
-parallelism has made of a linear layer is in sharded.py. PEFT is not imported.
+A head is a plain nn.Linear, PEFT's LoRA layer around one, or PEFT's copies of one for ``modules_to_save``.
+What tensor parallelism has made of a linear layer is in sharded.py. PEFT is not imported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..recipe import trials
 
 
 class HeadKind(NamedTuple):
-    """``layers``: the modules of the head that may compute the loss; ``is_lora``: the one layer is PEFT's LoRA layer;
-    ``reason``: why no layer may compute the loss, else None."""
+    """``layers``: the modules of the head that may compute the loss; ``is_lora``: the one layer is PEFT's
+    LoRA layer; ``reason``: why no layer may compute the loss, else None."""
 
     layers: list[nn.Module]
     is_lora: bool = False
@@ -36,7 +36,8 @@ def kind_of(head) -> HeadKind:
 
 
 def linear_layers(head):
-    """The plain nn.Linear modules of a head: itself, or the copies in PEFT's wrapper for ``modules_to_save``."""
+    """The plain nn.Linear modules of a head: itself, or the copies in PEFT's wrapper for
+    ``modules_to_save``."""
     if isinstance(head, nn.Linear):
         return [head] if _is_plain(head) else []
     copies = getattr(head, "modules_to_save", None)
@@ -47,7 +48,8 @@ def linear_layers(head):
 
 
 def _is_plain(module):
-    # A quantised layer of bitsandbytes has another class, a quantised layer of torchao another kind of weight.
+    # A quantised layer of bitsandbytes has another class, a quantised layer of torchao another kind of
+    # weight.
     return (
         isinstance(module, nn.Linear)
         and trials.original(module).forward is nn.Linear.forward
@@ -69,7 +71,7 @@ def _is_lora_layer(module):
 
 
 def reads_lora(layer):
-    """Whether logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
+    """True if logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
 
     False for variants (DoRA and others), for quantised or sharded weights and for layers with hooks.
     """

@@ -1,7 +1,8 @@
-"""The loss of an lm_head with low-rank adapters (LoRA) whose first products are known: logits ``x W^T + down up^T``.
+"""The loss of an lm_head with low-rank adapters (LoRA), from their first products: logits
+``x W^T + down up^T``.
 
-``down`` has r columns: the output of the adapters' first matrices, scaled. PEFT computes it, with dropout and hooks,
-and may have several adapters.
+``down`` has r columns: the output of the adapters' first matrices, scaled. PEFT computes it, with dropout and
+hooks, and may have several adapters.
 """
 
 import torch
@@ -13,7 +14,8 @@ from ...ops.fused_linear_ce.lora import lora_ce
 
 
 def low_rank_parts(layer, x):
-    """((down, up) or None without active adapters, bias or None): the operands of the logits besides x and W."""
+    """((down, up) or None without active adapters, bias or None): the operands of the logits besides x and
+    W."""
     bias = layer.base_layer.bias
     if layer.disable_adapters or layer.merged:
         return None, bias
@@ -50,7 +52,8 @@ def low_rank_ce(
 
     Args:
         x: (N, H) and weight: (V, H), of one dtype, unless autocast casts them.
-        down: (N, r) and up: (V, r), of any dtype; they are rounded to that of x, and their gradients are not.
+        down: (N, r) and up: (V, r), of any dtype; they are rounded to the dtype of x, and their gradients are
+            not.
         target: (N,) class indices.
         bias: (V,) or None.
         denominator: a number or a scalar tensor in place of the number of valid rows.

@@ -1,10 +1,11 @@
 """The loss of a causal language model, computed inside its lm_head.
 
-The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. A patched
-model stores the labels of the call in a thread-local variable. The head reads them there and returns the loss instead
-of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks
-of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a quantised weight, for example) returns logits, and
-the loss function computes the loss from them. A head that is sharded by tensor parallelism is in head/sharded.py.
+The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``.
+A patched model stores the labels of the call in a thread-local variable. The head reads them there and
+returns the loss instead of logits, and the loss function passes it through. The weight is therefore read
+inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered it. A head that is not patched
+(a quantised weight, for example) returns logits, and the loss function computes the loss from them. A head
+that is sharded by tensor parallelism is in head/sharded.py.
 """
 
 import functools
@@ -26,7 +27,8 @@ from .sharded import KIND, is_tensor_parallel, tensor_parallel_forward, why_from
 
 
 def loss_from_logits(logits, labels, vocab_size=None, *, shift=True, **keywords):
-    """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps transformed."""
+    """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps
+    transformed."""
     call = active.call
     if call is not None and call.has_loss_in(logits):
         return call.loss_of(logits, labels, keywords)
@@ -56,7 +58,8 @@ class HeadRecipe:
 
 
 def _call(original):
-    """The ``__call__`` of a patched head. What the head returns in place of logits is none of its hooks' business."""
+    """The ``__call__`` of a patched head. What the head returns in place of logits is none of its hooks'
+    business."""
 
     def call(self, *args, **kwargs):
         return LossCall.result_of_call(original.__call__(self, *args, **kwargs))
@@ -65,9 +68,11 @@ def _call(original):
 
 
 def compute_loss_first(head):
-    """Replaces the forward that transformers gave a head for tensor parallelism: in an active call it is the loss.
+    """Replaces the forward that transformers gave a head for tensor parallelism: in an active call it is the
+    loss.
 
-    That forward calls the layer with local shards where gradients are disabled, so the loss must come before it.
+    That forward calls the layer with local shards where gradients are disabled, so the loss must come before
+    it.
     """
     replaced = tensor_parallel_forward(head)
     if replaced is None:
@@ -121,7 +126,7 @@ def _rows(embedding, input):
 
 
 class _Lookup(nn.Embedding):
-    """What the forward of a subclass of nn.Embedding calls in place of that of nn.Embedding."""
+    """The lookup that the forward of a subclass of nn.Embedding calls instead of nn.Embedding's."""
 
     def forward(self, input):
         rows = _rows(self, input)
@@ -132,7 +137,7 @@ class _Lookup(nn.Embedding):
 class EmbeddingRecipe:
     """An nn.Embedding tied to the head: in an active call one autograd node adds up the gradients of both.
 
-    inherits: its class has a forward that calls that of nn.Embedding, and scales the rows, for example (Gemma).
+    inherits: its class has a forward that calls nn.Embedding's and scales the rows, for example (Gemma).
     """
 
     inherits: bool = False
@@ -155,20 +160,20 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True)
 class CausalLMRecipe:
-    """A model whose head computes the loss (``fused``), or whose loss function is replaced.
+    """A model with a head that computes the loss (``fused``), or with a replaced loss function.
 
     With hidden states h, weight W and bias b, the logits are ``softcap(scale * (h W^T + b))``.
 
     Args:
         head_name: of the head among the submodules.
         softcap, scale: of the logits.
-        keywords: those of LOSS_KEYWORDS that the model passes on to its loss function.
-        shift: the label of a token is that of the next position.
+        keywords: the LOSS_KEYWORDS that the model passes on to its loss function.
+        shift: the label of a token is at the next position.
         classes: the number of classes if the model cuts off the logits of the others.
         shaped: the model reads the shape of the logits, so the loss has as many dimensions as they have.
         accumulate_grad_weight: as in :func:`liger.fused_linear_ce`.
-        like_liger_kernel: without labels, ``shift_labels`` ask for the loss, and ``skip_logits=True`` without both has
-            no effect.
+        like_liger_kernel: without labels, ``shift_labels`` ask for the loss, and ``skip_logits=True`` without
+            both has no effect.
         deferred: the forward calls torch's cross entropy, so the head returns a :class:`DeferredLogits`.
         added: the name of a tensor with a number per class that is added to the logits after the head.
     """
@@ -188,7 +193,8 @@ class CausalLMRecipe:
 
     @property
     def follows_head(self):
-        """Whether a linear layer that replaces the head is another such head: the trial did not depend on classes."""
+        """True if a linear layer that replaces the head is another such head: the trial did not depend on
+        classes."""
         return self.classes is None and not self.shaped
 
     def head_of(self, model):
@@ -198,7 +204,8 @@ class CausalLMRecipe:
         return functools.reduce(getattr, self.added.split("."), model)
 
     def unused_because(self, model):
-        """Why the loss is computed from full logits although the model is patched; None if the head computes it."""
+        """Why the loss is computed from full logits although the model is patched; None if the head computes
+        it."""
         if not self.fused:
             return None
         head = self.head_of(model)
@@ -262,8 +269,8 @@ def _patched_layers(head, recipe):
 
 
 def sharing_embeddings(module, heads):
-    """(an nn.Embedding with the weight shape of a head, its recipe) of each. Models may be tied after patching, so
-    shapes decide."""
+    """(an nn.Embedding with the weight shape of a head, its recipe) of each. Models may be tied after
+    patching, so shapes decide."""
     shapes = [head.weight.shape for head in heads]
     for part in module.modules():
         if isinstance(part, nn.Embedding) and part.weight.shape in shapes:
@@ -282,7 +289,7 @@ def _embedding_recipe(embedding):
 
 
 def _calls_of_lookup(embedding, cls):
-    """How often the forward of a subclass calls that of nn.Embedding, in a trial."""
+    """The number of calls of nn.Embedding's forward by a subclass, in a trial."""
     calls = []
 
     class Counting(nn.Embedding):

@@ -1,7 +1,7 @@
-"""One call of a patched model whose lm_head computes the loss: the labels, and then the loss.
+"""One call of a patched model with an lm_head that computes the loss: the labels, and then the loss.
 
-A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is computed
-inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered the weight.
+A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is
+computed inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have gathered the weight.
 """
 
 import functools
@@ -24,7 +24,8 @@ logger = logging.getLogger("liger.transformers")
 
 
 class ActiveCall(threading.local):
-    """The innermost call of a patched model in this thread whose head computes the loss; None if there is none."""
+    """The innermost call in this thread of a patched model with a head that computes the loss; None without
+    one."""
 
     def __init__(self):
         # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
@@ -39,7 +40,7 @@ class LossCall:
 
     Args:
         owner: the model.
-        heads: the linear layers, one of which the model calls as its head.
+        heads: the linear layers; the model calls one of them as its head.
         labels, keywords: arguments of the call.
         recipe: the :class:`CausalLMRecipe` of the model.
     """
@@ -51,11 +52,12 @@ class LossCall:
         self.shared = (None, None)
         # The mesh of the DTensor in which a sharded head returned copies of the loss.
         self.mesh = None
-        # Whether the cross entropy that the forward calls has read the loss.
+        # True if the cross entropy that the forward calls has read the loss.
         self.is_read = False
 
     def lookup(self, embedding, ids):
-        """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
+        """The rows of an embedding that shares its weight with a head; None if the two need separate
+        gradients."""
         tied = any(
             isinstance(head, nn.Linear) and can_share(embedding, head) and self._hook_on_logits(head) is None
             for head in self.heads
@@ -66,7 +68,7 @@ class LossCall:
                 return lookup_adding_gradient(embedding, ids)
             self._refuse_gradient_beside_the_sum(embedding)
             return None
-        # What is traced gets two gradients, which the compiler adds.
+        # Traced code gets two gradients, which the compiler adds.
         if self.shared[0] is not None or not tied or is_traced(embedding.weight):
             return None
         rows, stand_in = lookup(embedding, ids)
@@ -74,8 +76,8 @@ class LossCall:
         return rows
 
     def check_embedding(self):
-        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum, because
-        its class looks up the rows itself: it was not patched, so it does not call lookup."""
+        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum,
+        because its class looks up the rows itself: it was not patched, so it does not call lookup."""
         if self.recipe.accumulate_grad_weight:
             embedding = self.owner.get_input_embeddings()
             if isinstance(embedding, nn.Embedding) and recipe_of(embedding) is None:
@@ -93,7 +95,7 @@ class LossCall:
 
     @staticmethod
     def reaches(head):
-        """Whether the active call has this head and no loss yet."""
+        """True if the active call has this head and no loss yet."""
         call = active.call
         return call is not None and call.loss is None and any(own is head for own in call.heads)
 
@@ -128,7 +130,8 @@ class LossCall:
 
     @staticmethod
     def output_of_head(loss, hidden):
-        """What the head returns as the loss: a DTensor if the hooks of tensor parallelism made one of its input."""
+        """The head's output for a loss: a DTensor if the hooks of tensor parallelism made one of its
+        input."""
         if not is_dtensor(hidden):
             return loss
         active.call.mesh = hidden.device_mesh
@@ -136,7 +139,8 @@ class LossCall:
 
     @staticmethod
     def result_of_call(output):
-        """What a call of the head returns: its output, or the logits that a forward gives to torch's cross entropy."""
+        """The result of a call of the head: its output, or the logits that a forward gives to torch's cross
+        entropy."""
         call = active.call
         if (
             call is None
@@ -149,7 +153,7 @@ class LossCall:
         return call.logits
 
     def has_loss_in(self, logits):
-        """Whether the output of the head, perhaps transformed, is the loss."""
+        """True if the output of the head, perhaps transformed, is the loss."""
         return self.loss is not None and logits.numel() in (1, 1 if self.mesh is None else self.mesh.size())
 
     def _compute(self, hidden, weight, bias, low_rank):
@@ -186,7 +190,7 @@ class LossCall:
         """The loss for the model's loss function. ``logits`` is the output of the head, perhaps transformed.
 
         Raises:
-            RuntimeError: other labels or arguments than those of the model, for which the head computed the loss.
+            RuntimeError: other labels or arguments than the model got, for which the head computed the loss.
         """
         self.logits = logits
         moved = labels is not None and labels.device != self.labels.device
@@ -201,16 +205,17 @@ class LossCall:
         return self.own_loss(logits)
 
     def own_loss(self, logits):
-        """The loss, connected with the output of the head's call: hooks on the head may have wrapped it, to gather the
-        weight before the backward."""
+        """The loss, connected with the output of the head's call: hooks on the head may have wrapped it, to
+        gather the weight before the backward."""
         if self.mesh is not None:
             output = own_copy(logits, self.mesh.get_local_rank())
         else:
             output = logits if not logits.dim() else logits.reshape(())
         if self.recipe.softcap is None and self.recipe.scale == 1 and output.dtype == self.loss.dtype:
             return output
-        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2) is
-        # rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be infinite.
+        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2)
+        # is rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be
+        # infinite.
         return self.loss + 0.0 * output.clamp(-1.0, 1.0)
 
 
@@ -236,7 +241,7 @@ def target_and_options(
 ):
     """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads.
 
-    ``shift`` False: those of ForMaskedLMLoss, whose labels are those of the same position.
+    ``shift`` False: the arguments of ForMaskedLMLoss, where the label of a token is at the same position.
     """
     if not shift:
         shift_labels = labels

@@ -1,11 +1,11 @@
-"""An lm_head whose weight is sharded over the processes of a tensor-parallel group.
+"""An lm_head with a weight that is sharded over the processes of a tensor-parallel group.
 
-torch's ``parallelize_module`` makes weight and bias DTensors; hooks of the layer make a DTensor of the input, and
-redistribute the output. transformers does this in a forward of the instance, with local tensors where gradients are
-disabled. Older versions of transformers shard without DTensors, in hooks.
+torch's ``parallelize_module`` makes weight and bias DTensors; hooks of the layer make a DTensor of the input,
+and redistribute the output. transformers does this in a forward of the instance, with local tensors where
+gradients are disabled. Older versions of transformers shard without DTensors, in hooks.
 
-The loss of a head that shards its classes is :func:`liger.fused_linear_ce` of a DTensor weight. Every process gets the
-complete gradient of the hidden states, as from the output of the layer.
+The loss of a head that shards its classes is :func:`liger.fused_linear_ce` of a DTensor weight. Every process
+gets the complete gradient of the hidden states, as from the output of the layer.
 """
 
 import torch
@@ -28,8 +28,8 @@ def _is_of_transformers(function):
 
 
 def is_tensor_parallel(head):
-    """Whether torch or transformers sharded this layer for tensor parallelism. A DTensor alone does not say so: outside
-    of the forward of their unit, the parameters of ``fully_shard`` are DTensors, too."""
+    """True if torch or transformers sharded this layer for tensor parallelism. A DTensor alone does not say
+    so: outside of the forward of their unit, the parameters of ``fully_shard`` are also DTensors."""
     return (
         getattr(head, "_distribute_module_applied", False)
         or hasattr(head.__dict__.get("forward"), "liger_replaced")
@@ -44,10 +44,10 @@ def _has_hooks_of_transformers(head):
 
 
 def _shards_classes(tensor, gathered):
-    """Whether each process has one block of the rows of a DTensor.
+    """True if each process has one block of the rows of a DTensor.
 
-    ``gathered``: False outside of the forward of a unit of ``fully_shard``, which has sharded the tensor along the
-    dimensions of the mesh before the last one.
+    ``gathered``: False outside of the forward of a unit of ``fully_shard``, which has sharded the tensor
+    along the dimensions of the mesh before the last one.
     """
     from ..._core.dtensor.placements import is_sharded
 
@@ -81,7 +81,7 @@ def why_from_logits(head, weight, bias, recipe, gathered=True):
     if recipe.classes is not None:
         return f"it cuts off the logits of some classes, which its head shards{FROM_LOGITS}"
     if recipe.added is not None:
-        return f"it adds {recipe.added} to the logits, of which its head shards the classes{FROM_LOGITS}"
+        return f"it adds {recipe.added} to the logits, and its head shards their classes{FROM_LOGITS}"
     if recipe.accumulate_grad_weight:
         return f"accumulate_grad_weight does not support a head that shards its classes{FROM_LOGITS}"
     return None
@@ -93,8 +93,8 @@ def whole_hidden(hidden):
 
 
 class _Copies(torch.autograd.Function):
-    """As many copies of a loss as there are processes, along a last dimension. The gradient is that of the copy of this
-    process."""
+    """As many copies of a loss as there are processes, along a last dimension. The gradient comes from the
+    copy of this process."""
 
     @staticmethod
     def forward(ctx, loss, processes, rank):
@@ -107,7 +107,8 @@ class _Copies(torch.autograd.Function):
 
 
 def as_output(loss, mesh):
-    """The loss as a DTensor that hooks on the output of a head can replicate, or shard along the last dimension."""
+    """The loss as a DTensor that hooks on the output of a head can replicate, or shard along the last
+    dimension."""
     from torch.distributed.tensor import DTensor, Replicate
 
     copies = _Copies.apply(loss, mesh.size(), mesh.get_local_rank())
@@ -115,6 +116,6 @@ def as_output(loss, mesh):
 
 
 def own_copy(output, rank):
-    """The loss, from what hooks made of :func:`as_output`: all copies, or that of this process."""
+    """The loss, from what hooks made of :func:`as_output`: all copies, or the copy of this process."""
     copies = (output.to_local() if is_dtensor(output) else output).reshape(-1)
     return copies[rank if len(copies) > 1 else 0]

@@ -66,7 +66,7 @@ def _kind_by_name(cls):
 
 
 def calls_one_kernel(module):
-    """Whether a module is a GELU of torch, or an activation of transformers that calls it."""
+    """True if a module is a GELU of torch, or an activation of transformers that calls it."""
     act = getattr(module, "act", None)
     return (
         isinstance(module, nn.GELU)

@@ -1,7 +1,9 @@
-"""The experts of a mixture of experts: recognition by trial, the recipe, and ``experts_implementation="liger"``.
+"""The experts of a mixture of experts: recognition by trial, the recipe, and
+``experts_implementation="liger"``.
 
-transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions. A trial
-tells what the module computes from them; its router, and the losses of the router, are not part of it.
+transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
+A trial tells what the module computes from them; its router, and the losses of the router, are not part of
+it.
 """
 
 import copy
@@ -29,7 +31,7 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 ALPHA_NAMES = ("alpha", "swiglu_alpha")
 LIMIT_NAMES = ("limit", "swiglu_limit")
 COUNT_NAMES = ("num_experts", "num_local_experts")
-# Implementations that transformers chooses itself; a model with another one has it by the wish of its user.
+# Implementations that transformers chooses itself; any other value was set by the user.
 DEFAULTS = (None, "eager", "grouped_mm", "batched_mm", "liger")
 IMPLEMENTATION = "_experts_implementation"
 _RECIPE = "_liger_experts"
@@ -63,7 +65,7 @@ class ExpertsRecipe:
             alpha=self.alpha,
             limit=self.limit,
         )
-        # Under autocast the original returns the dtype of its input, too.
+        # Under autocast the original also returns the dtype of its input.
         return y.to(hidden_states.dtype)
 
     def unused_because(self, module):
@@ -73,7 +75,8 @@ class ExpertsRecipe:
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
     def takes(self, module, hidden_states, top_k_index):
-        """Whether the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain tensors."""
+        """True if the op supports these tensors: not mixed dtypes, quantised weights, DTensors mixed with
+        plain tensors."""
         parameters, device = self.parameters(module), hidden_states.device.type
         dtypes = {p.dtype for p in parameters}
         return (
@@ -104,7 +107,7 @@ def _argument_names(cls):
     return list(inspect.signature(cls.forward).parameters)[1:]
 
 
-# --- recognition ----------------------------------------------------------------------------------------------------
+# --- recognition --------------------------------------------------------------------------------------------
 
 
 def experts(module, activations):
@@ -126,7 +129,7 @@ def experts(module, activations):
         return f"its experts_implementation is {implementation!r}"
     is_transposed = _layout(module)
     if is_transposed is None:
-        return "the shapes of its projections are not those of gated experts"
+        return "its projections do not have the shapes of gated experts"
     found = _try_experts(module, is_transposed, len(names) == 4)
     if isinstance(found, ExpertsRecipe) and not _is_asked(found.activation, activations):
         return None
@@ -138,7 +141,7 @@ def _is_asked(activation, activations):
 
 
 def _layout(module):
-    """Whether the weights are transposed, (E, inputs, outputs); None if they fit neither layout."""
+    """True if the weights are transposed, (E, inputs, outputs); None if they fit neither layout."""
     # Under ZeRO-3 a parameter is empty, and its shape is an attribute.
     shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in map(module._parameters.get, WEIGHTS)]
     if any(len(shape) != 3 for shape in shapes):
@@ -214,20 +217,23 @@ def _own_attributes(module, count, hidden, intermediate):
     if "act_fn" in module._modules:
         found["act_fn"] = module._modules["act_fn"]
     if hasattr(module, "config"):
-        # Another implementation would decide what the trial computes, on a copy: the model has the configuration.
+        # Another implementation would decide what the trial computes, on a copy: the model has the
+        # configuration.
         found["config"] = copy.copy(module.config)
         setattr(found["config"], f"{IMPLEMENTATION}_internal", "eager")
     return found
 
 
-# --- experts_implementation="liger" ---------------------------------------------------------------------------------
+# --- experts_implementation="liger" -------------------------------------------------------------------------
 
 
 @torch.compiler.assume_constant_result
 def _recognised(module):
-    """The fields of the recipe of a module that is not patched; stored in the module, since every forward needs them.
+    """The fields of the recipe of a module that is not patched; stored in the module, since every forward
+    needs them.
 
-    A compiler calls this function instead of tracing the trial, and takes a tuple of plain values for constant.
+    A compiler calls this function instead of tracing the trial, and takes a tuple of plain values for
+    constant.
 
     Raises:
         ValueError: the op does not compute what the module computes.
@@ -250,7 +256,8 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
 
 
 def register():
-    """Makes ``experts_implementation="liger"`` known to transformers, where that has an interface for experts."""
+    """Makes ``experts_implementation="liger"`` known to transformers, where that has an interface for
+    experts."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:

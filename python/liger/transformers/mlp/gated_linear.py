@@ -1,7 +1,7 @@
 """``linear(activation(gate) * up)`` as one autograd node that saves gate and up, but not their product.
 
-The backward kernel of the gated product reads gate and up anyway. It also writes the product, over the gradient of the
-product where it may, so the weight gradient costs no pass over gate and up of its own.
+The backward kernel of the gated product reads gate and up anyway. It also writes the product, over the
+gradient of the product where it may, so the weight gradient costs no pass over gate and up of its own.
 """
 
 import torch
@@ -11,12 +11,13 @@ from torch._C import _AutoDispatchBelowAutograd
 from ..._core.op.autograd import differentiable_once, is_traced, may_write_saved, non_overlapping
 from ..recipe.reuse import is_plain_linear
 
-# Activations whose value in the backward kernel has the bits of that in the forward kernel.
+# Activations with the same bits in the backward kernel as in the forward kernel.
 SAME_VALUE_IN_BACKWARD = ("silu", "gelu")
 
 
 class _SavedGated(torch.autograd.Function):
-    """Saves the tensors for the backward of :class:`_GatedLinear`: checkpointing stops its recomputation here."""
+    """Saves the tensors for the backward of :class:`_GatedLinear`: checkpointing stops its recomputation
+    here."""
 
     @staticmethod
     def forward(ctx, weight, *gate_up):
@@ -94,7 +95,8 @@ class Form:
 
 
 def applies(layer, gate_up):
-    """Whether :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear layer."""
+    """True if :func:`gated_linear` may replace ``layer(product)``: it must be a trained plain linear
+    layer."""
     return (
         is_plain_linear(layer, gate_up[0])
         and layer.weight.requires_grad

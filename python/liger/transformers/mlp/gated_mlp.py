@@ -1,11 +1,12 @@
 """Recognition of gated MLPs: first by their attributes, then by a trial.
 
-A trial runs the forward of a module that looks like an MLP on a few random numbers, small and large ones, in evaluation
-and in training. It uses a stand-in: an object of the same class without the parameters. A module is patched only if the
-op that would replace it gives the same results and the same gradient of its input. Each function returns a recipe, a
-string with the reason for leaving the module alone, or None for a module of another kind. So do the trials of other
-modules: norms/norm.py, norms/gated.py, norms/residual_trial.py (decoder layers), mlp/activations.py, mlp/experts.py,
-attention/rotary.py, attention/qk_norm_rope.py and head/causal_lm.py.
+A trial runs the forward of a module that looks like an MLP on a few random numbers, small and large ones, in
+evaluation and in training. It uses a stand-in: an object of the same class without the parameters. A module
+is patched only if the op that would replace it gives the same results and the same gradient of its input.
+Each function returns a recipe, a string with the reason for leaving the module alone, or None for a module of
+another kind. The same holds for the trials of other modules: norms/norm.py, norms/gated.py,
+norms/residual_trial.py (decoder layers), mlp/activations.py, mlp/experts.py, attention/rotary.py,
+attention/qk_norm_rope.py and head/causal_lm.py.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Recipes for gated MLPs: the forward of a patched class.
 
-The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors, unusual
-arguments.
+The original code runs for inputs that an op does not support: mixed dtypes, DTensors mixed with plain
+tensors, unusual arguments.
 """
 
 import functools
@@ -39,7 +39,7 @@ DROPS = "its dropout has a rate above 0 or hooks, which the op would not apply"
 
 
 def _drops(module, names):
-    """Whether one of these dropouts drops anything in training, or has hooks: an op calls none of them."""
+    """True if one of these dropouts drops anything in training, or has hooks: an op calls none of them."""
     return any(getattr(module, name).p > 0 or is_hooked(getattr(module, name)) for name in names)
 
 
@@ -58,14 +58,14 @@ def _form(activation, packed):
 class MLPRecipe:
     """``down_proj(activation(gate) * up)``, from two projections or, packed, from one.
 
-    dropouts: names of submodules, whose rate was 0 in the trial.
+    dropouts: names of submodules that had rate 0 in the trial.
     """
 
     inputs: tuple
     act_name: str
     activation: str
     inplace: bool
-    # Whether the backward recomputes the product of gate and up.
+    # True if the backward recomputes the product of gate and up.
     recompute: bool = False
     dropouts: tuple = ()
 
@@ -87,7 +87,8 @@ class MLPRecipe:
         projections = [getattr(module, name) for name in self.inputs]
         inplace = self.inplace and all(map(caller_owns_output, projections))
         gate_up = [projection(x) for projection in projections]
-        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather it.
+        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather
+        # it.
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
@@ -103,7 +104,7 @@ class MLPRecipe:
                 op = _form(self.activation, self.packed).product
                 recomputed.register(lambda *tensors: (op(*tensors),), gate_up, (product,))
                 return module.down_proj(product)
-        # Only this call refers to the product, too.
+        # Only this call refers to the product as well.
         return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 
     def members(self, original):
@@ -121,8 +122,8 @@ class MLPRecipe:
 class TiledMLPRecipe:
     """``down_proj(activation(gate) * up)``, one shard of tokens at a time.
 
-    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the projections are called per shard, and
-    again in the backward.
+    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the projections are called per
+    shard, and again in the backward.
     """
 
     inputs: tuple

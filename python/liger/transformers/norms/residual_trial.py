@@ -1,4 +1,5 @@
-"""The trial of a decoder layer: whether norms/residual.py may fuse its residual addition with the norm that follows.
+"""The trial of a decoder layer decides if norms/residual.py may fuse its residual addition with the next
+norm.
 
 The trial calls the forward of the layer with stand-ins for its submodules, which record their arguments.
 """
@@ -38,7 +39,7 @@ def decoder_layer(module):
 
 def _try_all(module, norms, parameters, asked):
     for attention_output in (_pair, _alone, _triple):
-        # An MLP of experts may return its router's logits, too.
+        # An MLP of experts may also return its router's logits.
         tried = (
             _try(module, norms, parameters, (attention_output, output), asked) for output in (_pair, _alone)
         )
@@ -62,7 +63,7 @@ def _try(module, norms, parameters, outputs, asked):
 
 
 class _OtherFormError(Exception):
-    """The calls of the submodules are not those of a layer that can be fused."""
+    """The submodules are not called as in a layer that can be fused."""
 
 
 def _alone(x):
@@ -129,7 +130,7 @@ def _never_drops(child):
 
 
 class _LayerTrial:
-    """The layer with stand-ins whose outputs have certain forms.
+    """The layer with stand-ins that return outputs of certain forms.
 
     outputs: functions that turn the new hidden states of attention and MLP into what the submodule returns.
     """
@@ -143,7 +144,8 @@ class _LayerTrial:
         self.matrices = random(16, 16), random(16, 16)
         names = (*parameters.names[1:], "\0extra")
         self.arguments = {name: _Argument(name, tested, flags) for name in names}
-        # Whether attention and MLP return rows of tokens, and whether they return float32.
+        # rows: True for attention and for the MLP if it returns rows of tokens. wide: True if they return
+        # float32.
         self.rows, self.wide = (False, False), False
 
     def stand_in(self, dtype):
@@ -179,7 +181,8 @@ class _LayerTrial:
         return transform
 
     def given(self, without):
-        """Arguments of the layer, with the default or None for some of them, and one that the layer does not name."""
+        """Arguments of the layer, with the default or None for some of them, and one that the layer does not
+        name."""
         defaults, extra = self.parameters.defaults, {}
         given = {n: defaults.get(n) if n in without else self.arguments[n] for n in self.parameters.names[1:]}
         if self.parameters.takes_extra and not without:
@@ -228,7 +231,7 @@ class _LayerTrial:
         return results
 
     def _agrees(self, recipe, dtype, without):
-        """Whether results, order of calls and arguments agree, without some of the arguments of the layer."""
+        """True if results, order of calls and arguments agree, without some of the arguments of the layer."""
         x, (given, extra) = self.x.to(dtype), self.given(without)
         expected, training = self._theirs(x, dtype, given, extra)
         layer, calls = self.stand_in(dtype)

@@ -19,7 +19,8 @@ _PARTS = ("", "_text", "_vision", "_audio", "_text_model", "_vision_model")
 
 @dataclass
 class _Hook:
-    """The options by model type of a base class whose ``post_init`` is replaced, and its own ``post_init`` or None."""
+    """The options by model type of a base class whose ``post_init`` is replaced, and its own ``post_init`` or
+    None."""
 
     own: Any
     options: dict[str, Options] = field(default_factory=dict)
@@ -32,22 +33,24 @@ _HOOKS: dict[type, _Hook] = {}
 def patch_future(model_type: str, **options: Unpack[PatchOptions]) -> None:
     """Patches every model of a type that is constructed from now on, at the end of its constructor.
 
-    For programs that cannot call :func:`liger.patch` between the construction of a model and its use, such as a trainer
-    that takes the name of a model. A second call for the same type replaces the options of the first one.
+    For programs that cannot call :func:`liger.patch` between the construction of a model and its use, such as
+    a trainer that takes the name of a model. A second call for the same type replaces the options of the
+    first one.
 
     Args:
-        model_type: ``config.model_type`` of the models, such as ``"llama"``. The type of a multimodal model includes
-            its parts: ``"gemma3"`` also patches models of type ``"gemma3_text"``.
+        model_type: ``config.model_type`` of the models, such as ``"llama"``. The type of a multimodal model
+            includes its parts: ``"gemma3"`` also patches models of type ``"gemma3_text"``.
         options: as in :func:`liger.patch`.
 
     Raises:
         TypeError: an unknown option, or a value that is not of its type.
-        ValueError: a model type that the installed transformers does not have, or an option as in :func:`liger.patch`.
+        ValueError: a model type that the installed transformers does not have, or an option as in
+            :func:`liger.patch`.
 
     Example::
 
-        liger.transformers.patch_future("llama", swiglu=False)
-        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        >>> liger.transformers.patch_future("llama", swiglu=False)
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
     """
     check_names("liger.transformers.patch_future", options)
     hook(model_type, Options(**options))
@@ -60,6 +63,11 @@ def unpatch_future(model_type: str | None = None) -> None:
 
     Args:
         model_type: the type that was passed to :func:`patch_future`; None for all of them.
+
+    Example::
+
+        >>> liger.transformers.patch_future("llama")
+        >>> liger.transformers.unpatch_future("llama")
     """
     for base, found in list(_HOOKS.items()):
         for name in list(found.options) if model_type is None else [model_type]:

@@ -61,7 +61,7 @@ class Options:
     recompute: bool = False
     accumulate_grad_weight: bool = False
 
-    # Whether a call with the fused loss takes labels and skip_logits as liger_kernel does (head/loss.py).
+    # A call with the fused loss takes labels and skip_logits as liger_kernel does (head/loss.py).
     like_liger_kernel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -104,14 +104,14 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Whether anything is to be replaced. Fused ops alone are not: they need a patched norm."""
+        """True if anything is to be replaced. Fused ops alone are not: they need a patched norm."""
         return self.asks_common_parts or any(
             (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu)
         )
 
     @property
     def asks_common_parts(self) -> bool:
-        """Whether a part is to be replaced of which most models have one, so that finding none is an error."""
+        """True if a part that most models have was requested; patch() then raises if it finds none."""
         losses = (self.cross_entropy, self.fused_linear_cross_entropy)
         return any((self.rope, self.rms_norm, *self.activations, self.tiled_mlp, *losses))
 
@@ -154,7 +154,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def with_options(function: _Function) -> _Function:
-    """Replaces ``**options`` by every option and its default in the signature that ``help`` and notebooks show."""
+    """Replaces ``**options`` by every option and its default in the signature that ``help`` and notebooks
+    show."""
     signature = inspect.signature(function, eval_str=False)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = inspect.signature(Options).parameters.values()
@@ -164,7 +165,8 @@ def with_options(function: _Function) -> _Function:
 
 
 def check_names(caller: str, names: Iterable[str]) -> None:
-    """Raises TypeError for a keyword that is no option; the message names the options and the most similar one."""
+    """Raises TypeError for a keyword that is no option; the message names the options and the most similar
+    one."""
     for name in names:
         if name not in NAMES:
             similar = difflib.get_close_matches(name, NAMES, n=1)

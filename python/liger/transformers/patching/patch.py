@@ -43,43 +43,45 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions]) -> _Model:
     """Replaces modules of one model by ops of liger. Other models, the classes and torch.nn do not change.
 
-    A module is patched if it is of a known kind and gives the results of the op in a trial on a few random numbers.
-    Parameters, buffers, hooks and ``state_dict`` do not change. Patching again replaces the previous patch. In training
-    with labels, the lm_head computes the loss and ``output.logits`` is None. ``skip_logits=False`` in the call of the
-    model returns logits; ``skip_logits=True`` omits them in evaluation, too.
+    A module is patched if it is of a known kind and gives the results of the op in a trial on a few random
+    numbers. Parameters, buffers, hooks and ``state_dict`` do not change. Patching again replaces the previous
+    patch. In training with labels, the lm_head computes the loss and ``output.logits`` is None.
+    ``skip_logits=False`` in the call of the model returns logits; ``skip_logits=True`` omits them in
+    evaluation, too.
 
     Args:
-        model: a transformers model, or a module that contains models (PEFT, DDP). Patch before ``fully_shard`` and
-            ``accelerator.prepare``, which may replace forward methods.
-        verbose: whether one line on stderr says what was replaced, on the first process of the machine; default True.
-            The logger ``liger.transformers`` gets the line in any case: a warning if something was left, else at level
-            INFO.
+        model: a transformers model, or a module that contains models (PEFT, DDP). Patch before
+            ``fully_shard`` and ``accelerator.prepare``, which may replace forward methods.
+        verbose: whether one line on stderr says what was replaced, on the first process of the machine;
+            default True. The logger ``liger.transformers`` gets the line in any case: a warning if something
+            was left, else at level INFO.
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
         rms_norm_gated: RMS norms with a gate, default True.
         layer_norm: layer norms, default True.
-        fused_add_rms_norm: the residual addition and the RMS norm that follows it in a decoder layer, default True.
-            No effect without rms_norm.
-        qk_norm_rope: in attention, the RMS norms of queries and keys and their rotation as one op, default True. No
-            effect without rope and rms_norm.
+        fused_add_rms_norm: the residual addition and the RMS norm that follows it in a decoder layer, default
+            True. No effect without rms_norm.
+        qk_norm_rope: in attention, the RMS norms of queries and keys and their rotation as one op, default
+            True. No effect without rope and rms_norm.
         swiglu: MLPs, and the experts of a mixture, of the form ``down(silu(gate) * up)``, default True.
         geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         relu_squared: the activation ``relu(x)^2``, default True.
-        gelu: GELU activations whose code has several operations, by torch's one kernel, default True.
+        gelu: GELU activations with several operations in their code, by torch's one kernel, default True.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
             ``fused_linear_cross_entropy=False``.
         fused_linear_cross_entropy: the loss without logits, default True.
         mlp: sets both swiglu and geglu; default None.
-        inplace: whether the backward of MLPs reuses the memory of their activations, default True. Not done for a
-            graph that is retained by ``retain_graph=True``.
-        tiled_mlp: gated MLPs, one shard of tokens at a time (:func:`liger.tiled_mlp`): the activations of all tokens
-            are never materialised. Default False.
+        inplace: whether the backward of MLPs reuses the memory of their activations, default True. Not done
+            for a graph that is retained by ``retain_graph=True``.
+        tiled_mlp: gated MLPs, one shard of tokens at a time (:func:`liger.tiled_mlp`): the activations of all
+            tokens are never materialised. Default False.
         tiled_mlp_num_shards: number of shards; default None: by the memory budget.
-        recompute: in decoder layers, the backward recomputes the outputs of norms and gated products, and of the
-            rotation of normalised queries and keys, with the same bits, instead of saving them: a third fewer bytes
-            per token without checkpointing. GEMMs are not recomputed. Default False.
-        accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and that of an embedding tied to
-            it, to its float32 ``main_grad`` or ``grad`` (docs/main_grad.md); default False.
+        recompute: in decoder layers, the backward recomputes the outputs of norms and gated products, and of
+            the rotation of normalised queries and keys, with the same bits, instead of saving them: a third
+            fewer bytes per token without checkpointing. GEMMs are not recomputed. Set it before you turn to
+            checkpointing, which also repeats the GEMMs. Default False.
+        accumulate_grad_weight: the fused loss adds the gradients of the head's weight and of an embedding
+            tied to it to its float32 ``main_grad`` or ``grad`` (docs/main_grad.md); default False.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
@@ -88,6 +90,11 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         TypeError: model is not a module, an unknown option, or a value that is not of its type.
         ValueError: a number of shards below 1 or without tiled_mlp; no module of the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
+
+    Example::
+
+        >>> model = liger.patch(model, recompute=True)
+        >>> loss = model(input_ids=target, labels=target).loss
     """
     require_module("liger.patch", model)
     check_names("liger.patch", options)
@@ -106,14 +113,16 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
 
 
 def say(line: str) -> None:
-    """Prints a line on one process of each machine, unless the logger shows its messages of level INFO already."""
+    """Prints a line on one process of each machine, unless the logger shows its messages of level INFO
+    already."""
     shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
     if not shown and os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
 
 
 def unpatch(model: _Model) -> _Model:
-    """Restores a model that :func:`patch` changed, and ends what :func:`liger.transformers.checkpoint` plans for it.
+    """Restores a model that :func:`patch` changed, and ends what :func:`liger.transformers.checkpoint` plans
+    for it.
 
     No effect on a model with neither.
 
@@ -126,6 +135,11 @@ def unpatch(model: _Model) -> _Model:
     Raises:
         TypeError: model is not a module.
         RuntimeError: ``fully_shard`` has derived other classes from the patched ones.
+
+    Example::
+
+        >>> model = liger.patch(model)
+        >>> model = liger.unpatch(model)
     """
     require_module("liger.unpatch", model)
     _restore(model)
@@ -170,7 +184,8 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
 
 
 def _recipe(module, options):
-    """The recipe of one module, a string with the reason for leaving it alone, or None for a module of another kind."""
+    """The recipe of one module, a string with the reason for leaving it alone, or None for a module of
+    another kind."""
     attempts = []
     if options.norms:
         attempts.append(functools.partial(norm.norm, kinds=options.norms))
@@ -200,7 +215,8 @@ def _recipe(module, options):
 
 
 def _recomputing(module, recipe):
-    """The recipe of a module with the option ``recompute``: that of a decoder layer applies to all that it calls."""
+    """The recipe of a module with the option ``recompute``; the recipe of a decoder layer applies to all that
+    it calls."""
     if isinstance(recipe, AddNormRecipe):
         return dataclasses.replace(recipe, recompute=True)
     is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)

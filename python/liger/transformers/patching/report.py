@@ -18,7 +18,7 @@ from ..recipe.rename import globals_used
 
 # Attribute of a module with the reason why it was not patched; copies and wrappers of the model preserve it.
 LEFT = "_liger_left"
-# Attribute of a module with the kind of a replacement whose option is False.
+# Attribute of a module with the kind of a replacement that its option turned off.
 NOT_ASKED = "_liger_not_asked"
 
 # The kind of a replacement in the words of a user.
@@ -48,23 +48,31 @@ _WHY_NOT = {ONE_KERNEL: "torch computes it in one kernel that saves its input on
 
 @dataclass
 class PatchReport:
-    """The modules of a model that run on liger and those that do not, by module name ("" is the model itself).
+    """The modules of a model that run on liger and those that do not, by module name ("" is the model
+    itself).
 
     ``print(report)`` shows a table: part, count, what was done, and why.
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
-            ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their own),
-            ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, ``"vocab_parallel_fused_linear_cross_entropy"`` if
-            tensor parallelism shards the classes of the lm_head, or ``"trainer_loss"`` for a model whose lm_head was
-            replaced by ``liger.trl.patch``.
+            ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their
+            own), ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
+            ``"vocab_parallel_fused_linear_cross_entropy"`` if tensor parallelism shards the classes of the
+            lm_head, or ``"trainer_loss"`` for a model whose lm_head was replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement.
         classes: module name -> name of the class, of the modules in ``left``.
-        recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
+        recomputed: names of the decoder layers that recompute cheap outputs in the backward
+            (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
         not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
+
+    Example::
+
+        >>> report = liger.transformers.patch_report(liger.patch(model))
+        >>> isinstance(report, liger.transformers.PatchReport), report.replaced["model.norm"]
+        (True, 'rms_norm')
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -136,7 +144,8 @@ def _counted(items):
 def patch_report(model: nn.Module) -> PatchReport:
     """The current :class:`PatchReport` of a model or of any other module; empty if no module is patched.
 
-    A module whose patched forward was replaced afterwards (by a TRL trainer, for example) is reported as left.
+    A module with a patched forward that was replaced afterwards (by a TRL trainer, for example) is reported
+    as left.
 
     Args:
         model: any module; one that contains patched modules (PEFT, DDP) reports those.
@@ -146,6 +155,12 @@ def patch_report(model: nn.Module) -> PatchReport:
 
     Raises:
         TypeError: model is not a module.
+
+    Example::
+
+        >>> report = liger.transformers.patch_report(liger.patch(model))
+        >>> report.replaced["model.norm"]
+        'rms_norm'
     """
     require_module("liger.transformers.patch_report", model)
     report = PatchReport(checkpointing="; ".join(planner.summary for planner in planners(model)))
@@ -176,7 +191,7 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def covered_parts(module, recipe):
-    """Submodules whose computation is a part of what the recipe replaces."""
+    """Submodules that the recipe replaces as a part of the module."""
     if isinstance(recipe, MLPRecipe):
         yield getattr(module, recipe.act_name, None)
 

@@ -1,1 +1,1 @@
-"""What every patched part uses: patched classes, trials, renamed functions, memory that is reused."""
+"""The tools of every patched part: patched classes, trials, renamed functions, memory that is reused."""

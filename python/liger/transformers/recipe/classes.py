@@ -1,11 +1,13 @@
-"""Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the original.
+"""Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the
+original.
 
-Attributes of the instance do not change: parameters, buffers, hooks and state_dict. ``copy.deepcopy`` and pickle
-preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same technique.
+Attributes of the instance do not change: parameters, buffers, hooks and state_dict. ``copy.deepcopy`` and
+pickle preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same
+technique.
 
-A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns the
-members that the subclass overrides. It may have ``bases``: classes in which ``super()`` looks for a method before the
-bases of the original.
+A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns
+the members that the subclass overrides. It may have ``bases``: classes in which ``super()`` looks for a
+method before the bases of the original.
 """
 
 import copyreg
@@ -28,11 +30,11 @@ def require_module(function, model):
 
 @functools.cache
 def _metaclass(base):
-    """The metaclass of patched classes whose original has the metaclass ``base``."""
+    """The metaclass of patched classes of an original with the metaclass ``base``."""
 
     def __instancecheck__(cls, instance):
-        # Layers of one class may have different recipes, or none. Wrapping policies (FSDP, activation checkpointing)
-        # take the class of one layer, by its name, and test the others with isinstance.
+        # Layers of one class may have different recipes, or none. Wrapping policies (FSDP, activation
+        # checkpointing) take the class of one layer, by its name, and test the others with isinstance.
         target = cls.__dict__.get("_liger_original", cls)
         return base.__instancecheck__(target, instance)
 
@@ -43,9 +45,10 @@ def _metaclass(base):
 def patched_class(original, recipe):
     """The subclass of ``original`` that the recipe describes; cached, so equal arguments give the same class.
 
-    It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes. The printed name
-    of a module gets the prefix Liger. A model of transformers does not, because the Trainer decides from its printed
-    name whether to shift labels. ``isinstance`` treats it as the original: every instance of that is one of its own.
+    It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes. The
+    printed name of a module gets the prefix Liger. A model of transformers does not, because the Trainer
+    decides from its printed name whether to shift labels. ``isinstance`` treats it as the original: every
+    instance of that is one of its own.
     """
 
     def reduce(self, protocol):
@@ -66,7 +69,8 @@ def patched_class(original, recipe):
     }
     forward = members.get("forward")
     if forward not in (None, original.forward):
-        # torch.compile counts its recompilations per code object, which the functions of a recipe would share.
+        # torch.compile counts its recompilations per code object, which the functions of a recipe would
+        # share.
         forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{original.__name__}")
     if not issubclass(original, PreTrainedModel):
         members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
@@ -81,7 +85,8 @@ def _new_instance(original, recipe):
 
 
 def recipe_of(module):
-    """The recipe of a patched module, or None. FSDP2 derives classes from patched ones, which inherit the recipe."""
+    """The recipe of a patched module, or None. FSDP2 derives classes from patched ones, which inherit the
+    recipe."""
     return getattr(type(module), "_liger_recipe", None)
 
 
@@ -96,7 +101,7 @@ def give_class(module, cls):
 
 
 def instance_forward(module):
-    """The forward attribute of the instance, which overrides that of the class; None if there is none.
+    """The forward attribute of the instance, which overrides the class's; None if there is none.
 
     None also for the hooks of accelerate, which call the forward of the class.
     """
@@ -106,7 +111,7 @@ def instance_forward(module):
 
 
 def overriding_forward(module):
-    """The instance forward of a patched module that replaces that of the patched class; None if there is none.
+    """The instance forward of a patched module that replaces the patched class's; None if there is none.
 
     None also for a wrapper of the patched forward, such as the autocast of ``accelerator.prepare``.
     """
@@ -117,19 +122,21 @@ def overriding_forward(module):
 
 
 def is_hooked(activation):
-    """Whether an activation is a module with hooks, which an op that contains the activation would not call.
+    """True if an activation is a module with hooks, which an op that contains the activation would not call.
 
     Those of ZeRO-3 do not count, since an activation has no weight to be gathered.
     """
     return isinstance(activation, nn.Module) and first_hook(hooks_of(activation), ZERO) is not None
 
 
-# Their hooks gather weights, move and cast tensors, and count; those of others may use the output and its gradient.
+# Their hooks gather weights, move and cast tensors, and count; other hooks may use the output and its
+# gradient.
 _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger.")
 
 
 def changing_hook(module):
-    """The name of a forward hook of a module, or of all modules, that may change the output; None if there is none."""
+    """The name of a forward hook of a module, or of all modules, that may change the output; None if there is
+    none."""
     return _name_of_unknown(module._forward_hooks, hooks_of_all._global_forward_hooks)
 
 
@@ -149,10 +156,11 @@ def _name_of_unknown(*tables):
 
 
 def is_called_plainly(module, x, in_call=False):
-    """Whether a call of the module with x does no more than its forward: hooks gather weights and record results.
+    """True if a call of the module with x does no more than its forward: hooks gather weights and record
+    results.
 
-    Those of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); those of
-    accelerate do nothing where the weights are on the device of x.
+    The hooks of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); the
+    hooks of accelerate do nothing where the weights are on the device of x.
     """
     return (
         (
@@ -169,8 +177,8 @@ def _has_hooks_of_zero_alone(module):
 
 
 def _stays_gathered(module):
-    """Whether ZeRO-3 keeps the weights of a module gathered between its calls, as it does small ones (``ds_persist``,
-    by stage3_param_persistence_threshold)."""
+    """True if ZeRO-3 keeps the weights of a module gathered between its calls, as it does small ones
+    (``ds_persist``, by stage3_param_persistence_threshold)."""
     given = [(name, p) for name, p in module._parameters.items() if p is not None]
     if not all(getattr(p, "ds_persist", False) for _, p in given):
         return False
@@ -179,7 +187,8 @@ def _stays_gathered(module):
 
 
 def restore_class(module):
-    """Restores the original class. Raises RuntimeError if the class of the module was derived from the patched one."""
+    """Restores the original class. Raises RuntimeError if the class of the module was derived from the
+    patched one."""
     if "_liger_original" in type(module).__dict__:
         give_class(module, type(module)._liger_original)
     elif recipe_of(module) is not None:

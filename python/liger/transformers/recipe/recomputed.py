@@ -1,9 +1,10 @@
 """Outputs that the backward recomputes instead of saving: norms, gated products, rotated queries and keys.
 
-Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output of a cheap
-op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder layer,
-``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation. The linear
-layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are never recomputed.
+Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output
+of a cheap op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder
+layer, ``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation.
+The linear layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are
+never recomputed.
 
 Hooks switch off autograd's own test for in-place writes, so :func:`_unpack` repeats it for every tensor.
 """
@@ -31,7 +32,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-# --- saved tensors ------------------------------------------------------------------------------------------------
+# --- saved tensors ------------------------------------------------------------------------------------------
 
 
 def _check(tensor, version):
@@ -61,10 +62,10 @@ class _Kept:
 
 
 class _Computation:
-    """A call of an op whose results autograd references instead of saving them.
+    """A call of an op; autograd references its results instead of saving them.
 
-    Several nodes may reference the results (the projections of q, k and v). The first one to run recomputes them, and
-    the last one drops them.
+    Several nodes may reference the results (the projections of q, k and v). The first one to run recomputes
+    them, and the last one drops them.
     """
 
     __slots__ = ("_function", "_inputs", "_results", "_unread", "references")
@@ -111,7 +112,7 @@ class _Output:
         self.dtype, self.numel, self.version = tensor.dtype, tensor.numel(), tensor._version
 
     def is_memory_of(self, tensor):
-        """Whether a tensor at the address of this output has all of its elements, unchanged."""
+        """True if a tensor at the address of this output has all of its elements, unchanged."""
         return (
             not self.storage.expired()
             and tensor.numel() == self.numel
@@ -164,11 +165,11 @@ def _unpack(saved):
     return saved[0]
 
 
-# --- the ops of a layer -------------------------------------------------------------------------------------------
+# --- the ops of a layer -------------------------------------------------------------------------------------
 
 
 def is_active():
-    """Whether the outputs of ops are to be registered: inside :func:`recomputing`, not traced."""
+    """True if the outputs of ops are to be registered: inside :func:`recomputing`, not traced."""
     return not is_compiling() and _local.outputs is not None
 
 
@@ -204,9 +205,11 @@ def _register(function, inputs, outputs):
 
 
 def _applies():
-    """Whether autograd records, and only autograd: neither transforms nor other hooks that decide what is saved.
+    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is
+    saved.
 
-    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would disable them.
+    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would
+    disable them.
     """
     return (
         torch.is_grad_enabled()
@@ -253,12 +256,13 @@ def counting(pack):
 
 
 def is_recomputed(tensor):
-    """Whether the backward of the running layer recomputes a tensor that autograd wants to save."""
+    """True if the backward of the running layer recomputes a tensor that autograd wants to save."""
     return _local.outputs is not None and _found(tensor) is not None
 
 
 def recomputing(function):
-    """The forward of a decoder layer, inside which autograd references outputs of cheap ops instead of saving them."""
+    """The forward of a decoder layer, inside which autograd references outputs of cheap ops instead of saving
+    them."""
 
     @functools.wraps(function)
     def forward(*args, **kwargs):
@@ -273,7 +277,7 @@ def recomputing(function):
 
 @dataclass(frozen=True)
 class RecomputeRecipe:
-    """A decoder layer whose forward does not change otherwise."""
+    """A decoder layer with an otherwise unchanged forward."""
 
     kind = None
     recompute = True
@@ -283,5 +287,5 @@ class RecomputeRecipe:
 
 
 def recomputes(module):
-    """Whether the backward of a patched module recomputes outputs."""
+    """True if the backward of a patched module recomputes outputs."""
     return bool(getattr(getattr(type(module), "_liger_recipe", None), "recompute", False))

@@ -1,9 +1,9 @@
 """Copies of functions in which one global, or one attribute, has another name.
 
-A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and globals.
-Only a name in the copied code object differs. The globals dictionary is that of the model's module, so later changes
-are visible, and only the new name is added to it. A new CPython version may need changes here: the code depends on the
-layout of code objects.
+A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and
+globals. Only a name in the copied code object differs. The globals dictionary belongs to the model's module,
+so later changes are visible, and only the new name is added to it. A new CPython version may need changes
+here: the code depends on the layout of code objects.
 """
 
 import dis
@@ -11,7 +11,8 @@ from types import CellType, CodeType, FunctionType
 
 
 def uses_global(function, name):
-    """The globals dictionary in which the function, or one that it wraps, looks up the name; None without a lookup."""
+    """The globals dictionary in which the function, or one that it wraps, looks up the name; None without a
+    lookup."""
     for inner in _with_wrapped(function):
         if name in _names(inner.__code__, "LOAD_GLOBAL"):
             return inner.__globals__
@@ -27,7 +28,7 @@ def rename_global(function, old, new):
     """A copy of the function, and of those that it wraps, with the global ``old`` renamed to ``new``.
 
     Raises:
-        ValueError: the code also has an attribute named ``old``, which would be renamed, too.
+        ValueError: the code also has an attribute named ``old``, which would also be renamed.
     """
     return _renamed(function, old, new, ("LOAD_GLOBAL",))
 
@@ -38,10 +39,11 @@ def attributes_used(function):
 
 
 def rename_attribute(function, old, new):
-    """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of ``old``.
+    """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of
+    ``old``.
 
     Raises:
-        ValueError: the code uses the name in another way, too: as a global, or it sets the attribute.
+        ValueError: the code also uses the name in another way: as a global, or it sets the attribute.
     """
     return _renamed(function, old, new, _ATTRIBUTES)
 
@@ -94,12 +96,12 @@ def _copy(function, old, new, affected, opnames):
 
 
 def _names(code, *opnames):
-    """Names in instructions of some kinds, including those of nested functions and comprehensions."""
+    """Names in instructions of some kinds, also in nested functions and comprehensions."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname in opnames}
     return names.union(*(_names(c, *opnames) for c in code.co_consts if isinstance(c, CodeType)))
 
 
-# Instructions whose names are in co_names: globals, attributes, modules.
+# Instructions with names in co_names: globals, attributes, modules.
 _BY_NAME = {dis.opname[number] for number in dis.hasname}
 
 

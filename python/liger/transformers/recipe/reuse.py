@@ -1,7 +1,7 @@
 """Autograd nodes of patched models that reuse memory where autograd would allocate a second large tensor.
 
-Both give the results of the torch operations, with the same rounding. If the graph is retained for another backward,
-they overwrite nothing and use the formulas of torch.
+Both give the results of the torch operations, with the same rounding. If the graph is retained for another
+backward, they overwrite nothing and use the formulas of torch.
 """
 
 import torch
@@ -13,18 +13,20 @@ from ..._core.modules.hooks import hooks_of
 from ..._core.modules.linear_layers import moves_nothing, overrides_forward
 from ..._core.op.autograd import is_traced, may_write_saved
 
-# Of weights that a node may save and read again in its backward. During the forward, FSDP1 has tensors in place of the
-# parameters: views of the gathered ones.
+# Types of weights that a node may save and read again in its backward. During the forward, FSDP1 replaces the
+# parameters by tensors, views of the gathered parameters.
 _PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
 
-# --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
+# --- an embedding that is tied to the lm_head ---------------------------------------------------------------
 
 
 class _SharedLookup(torch.autograd.Function):
-    """Returns (rows of the weight, a stand-in for the weight of the head); its backward gets the gradients of both.
+    """Returns (rows of the weight, a stand-in for the weight of the head); its backward gets the gradients of
+    both.
 
-    Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This node adds the
-    gradient of the lookup to that of the head in place, in the rows that the lookup has read.
+    Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This
+    node adds the gradient of the lookup to the gradient of the head in place, in the rows that the lookup has
+    read.
     """
 
     @staticmethod
@@ -53,9 +55,10 @@ class _SharedLookup(torch.autograd.Function):
 
 
 class _WeightOfHead(torch.autograd.Function):
-    """Returns the weight, whose gradient becomes that of the stand-in.
+    """Returns the weight; its gradient becomes the gradient of the stand-in.
 
-    ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view of the first would keep it.
+    ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view of the first would
+    keep it.
     """
 
     @staticmethod
@@ -97,7 +100,8 @@ def _add_to_rows(total, grads, ids, padding_idx):
 
 
 def can_share(embedding, head):
-    """Whether embedding and head share a plain weight, which no hook gathers or replaces in between, or ZeRO-3 does.
+    """True if embedding and head share a plain weight, which no hook gathers or replaces in between, or
+    ZeRO-3 does.
 
     Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
@@ -128,7 +132,8 @@ def weight_of_head(stand_in, weight):
 
 
 def lookup_adding_gradient(embedding, ids):
-    """The output of the embedding, whose backward adds the gradient to the float32 sum of the weight's gradients."""
+    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight's
+    gradients."""
 
     def add(total, weight, saved, grads):
         _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
@@ -138,7 +143,7 @@ def lookup_adding_gradient(embedding, ids):
     return add_in_backward("liger.patch", "embedding.weight", embedding.weight, add, (rows,), (ids,))[0]
 
 
-# --- a linear layer that may overwrite its input ------------------------------------------------------------------
+# --- a linear layer that may overwrite its input ------------------------------------------------------------
 
 # Smaller inputs, in bytes, are not worth the host time of two more autograd nodes (40 us).
 WORTH_REUSING = 64 << 20
@@ -147,8 +152,8 @@ WORTH_REUSING = 64 << 20
 class _Saved(torch.autograd.Function):
     """Saves the tensors for the backward of :class:`_LinearOver`.
 
-    Gradient checkpointing stops the recomputation when the last tensor has been saved, and a node saves after its
-    forward. This node has no computation, so the GEMM of _LinearOver is not recomputed.
+    Gradient checkpointing stops the recomputation when the last tensor has been saved, and a node saves after
+    its forward. This node has no computation, so the GEMM of _LinearOver is not recomputed.
     """
 
     @staticmethod
@@ -162,7 +167,8 @@ class _Saved(torch.autograd.Function):
 
 
 class _LinearOver(torch.autograd.Function):
-    """``linear(x, weight, bias)`` whose backward overwrites x with its gradient, unless the graph is retained."""
+    """``linear(x, weight, bias)`` with a backward that overwrites x with its gradient, unless the graph is
+    retained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -187,7 +193,8 @@ class _LinearOver(torch.autograd.Function):
 def linear_over(layer, x):
     """``layer(x)``; the backward may overwrite x, so the caller must have no other use of it.
 
-    A layer that is not a plain nn.Linear, has hooks (global ones, too), or has a small input, is called unchanged.
+    A layer that is not a plain nn.Linear, has hooks (also global hooks), or has a small input, is called
+    unchanged.
     """
     if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
         return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
@@ -195,7 +202,8 @@ def linear_over(layer, x):
 
 
 def is_plain_linear(layer, x):
-    """Whether ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is recorded."""
+    """True if ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is
+    recorded."""
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and _has_plain_weight(layer)
@@ -214,7 +222,7 @@ def _has_plain_weight(layer):
 
 
 def _autocast_casts(layer, x):
-    """Whether autocast makes copies of weight or bias, which it keeps for other calls of the layer."""
+    """True if autocast makes copies of weight or bias, which it keeps for other calls of the layer."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return False

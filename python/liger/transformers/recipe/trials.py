@@ -1,4 +1,5 @@
-"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two results."""
+"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two
+results."""
 
 import contextlib
 import copy
@@ -18,15 +19,16 @@ ERRORS = (
 
 
 IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
-OTHER_GRADIENTS = "its gradients are not those of the op"
+OTHER_GRADIENTS = "its gradients differ from the op's"
 
 logger = logging.getLogger("liger.transformers")
 
 
 @contextlib.contextmanager
 def without_modes():
-    """Switches off the modes of the caller that would change a trial: the default device (a model may be constructed on
-    the meta device), inference mode, autograd and autocast. Restores the random generator afterwards."""
+    """Switches off the modes of the caller that would change a trial: the default device (a model may be
+    constructed on the meta device), inference mode, autograd and autocast. Restores the random generator
+    afterwards."""
     with (
         torch.device("cpu"),
         torch.inference_mode(False),
@@ -38,13 +40,14 @@ def without_modes():
 
 
 def no_trial(module, error):
-    """The reason for a module whose forward raises an error in its trial."""
+    """The reason for a module that raises an error in its trial."""
     # The error message is about the stand-in, not about the model, so it is logged only.
     logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
     return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
-# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands for.
+# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands
+# for.
 NO_HOOKS: dict[str, dict] = {
     name: {}
     for name in (
@@ -101,14 +104,15 @@ def in_both_modes(stand_in, *args):
 
 
 def one_tensor(expected, training):
-    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as text."""
+    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as
+    text."""
     if not isinstance(expected, torch.Tensor):
         return "it does not return one tensor"
     return expected if torch.equal(expected, training) else IN_TRAINING
 
 
 def result_of(module, stand_in, *args):
-    """What the stand-in of a module computes from these arguments, or the reason why that says nothing, as text."""
+    """The result of a module's stand-in for these arguments, or the reason why it says nothing, as text."""
     try:
         return one_tensor(*in_both_modes(stand_in, *args))
     except ERRORS as error:
@@ -149,7 +153,7 @@ GRADIENT_TOLERANCE = 16
 
 
 def same_gradients(ours, theirs, *inputs):
-    """Whether two functions of the inputs give the same gradients, apart from rounding.
+    """True if two functions of the inputs give the same gradients, apart from rounding.
 
     The first input has the scales of :class:`Random` along its first dimension; inputs may be None.
     """

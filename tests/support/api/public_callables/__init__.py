@@ -1,7 +1,9 @@
-"""Every public callable as data, for the property tests: one case per function, loss and module, and its variants.
+"""Every public callable as data, for the property tests: one case per function, loss and module, and its
+variants.
 
-A callable without a case fails tests/properties/test_registry.py, so whatever is exported comes under every property.
-Sizes are small, and odd where they may be. ``cases()`` lists all names; ``arguments`` makes the tensors of one.
+A callable without a case fails tests/properties/test_registry.py, so whatever is exported comes under every
+property. Sizes are small, and odd where they may be. ``cases()`` lists all names; ``arguments`` makes the
+tensors of one.
 """
 
 import liger

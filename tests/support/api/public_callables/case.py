@@ -39,7 +39,8 @@ def add(name, call, make, differentiable, *, public=None, **more):
 
 
 def cases(**conditions):
-    """Names of the cases whose attributes are true (or false) as asked: ``cases(loss=True, ignored=True)``."""
+    """Names of the cases whose attributes are true (or false) as asked:
+    ``cases(loss=True, ignored=True)``."""
     return [
         name
         for name, case in CASES.items()
@@ -78,7 +79,7 @@ def weighted_sum(results):
     )  # fmt: skip
 
 
-# --- tensors ------------------------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------------------
 
 
 def normal(device, dtype, *shape, scale=1.0):

@@ -50,7 +50,8 @@ _SIZES = {"normalized_shape": HIDDEN, "hidden_size": HIDDEN, "intermediate_size"
 
 
 def _of_rows(name):
-    """The case of a module that has no other: its sizes are those of ``_SIZES``, all its inputs have one shape."""
+    """The case of a module that has no other: its sizes are in ``_SIZES``, all its inputs have one
+    shape."""
     cls = getattr(nn, name)
     taken = inspect.signature(cls).parameters
     sizes = {size: value for size, value in _SIZES.items() if size in taken}

@@ -9,7 +9,8 @@ from .case import HIDDEN, IGNORED, LENGTH, ROWS, VOCAB, add, normal
 
 
 def sequences_with_head(device, dtype, sequences=ROWS):
-    """Hidden states, a projection and targets of sequences: one shorter, one with a hole, one without a token."""
+    """Hidden states, a projection and targets of sequences: one shorter, one with a hole, one without a
+    token."""
     target = torch.randint(VOCAB, (sequences, LENGTH))
     target[0, 3:] = target[1, 2] = IGNORED
     target[-1] = IGNORED
@@ -53,7 +54,8 @@ def _packed_preference(device, dtype):
 
 
 def _ref_logps(per_token):
-    """Log-probabilities of the reference, per token or sequence; a mask takes the place of ignored targets."""
+    """Log-probabilities of the reference, per token or sequence; a mask takes the place of ignored
+    targets."""
 
     def make(device, dtype):
         made = _preference(False)(device, dtype)
@@ -66,7 +68,7 @@ def _ref_logps(per_token):
 
 
 def _likelihood(device, dtype):
-    """Tokens of the likelihood term that are others than those of the pair."""
+    """Tokens of the likelihood term that differ from the tokens of the pair."""
     made = _preference(False)(device, dtype)
     nll_target = torch.randint(VOCAB, (ROWS, LENGTH))
     nll_target[0, 4] = nll_target[1, 2] = nll_target[3] = IGNORED

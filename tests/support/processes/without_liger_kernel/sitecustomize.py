@@ -1,7 +1,7 @@
 """Hides an installed liger-kernel from the process that has this folder in PYTHONPATH.
 
-Neither the import system nor importlib.metadata finds it; files on disk do not change. Folders named in the environment
-variable VISIBLE_LIGER_KERNEL are searched as usual.
+Neither the import system nor importlib.metadata finds it; files on disk do not change. Folders named in the
+environment variable VISIBLE_LIGER_KERNEL are searched as usual.
 """
 
 import importlib.metadata

@@ -11,8 +11,8 @@ CASES: dict[tuple[str, str], "Case"] = {}
 
 @dataclass
 class Case:
-    """``ours(*tensors)`` and ``formula(*tensors)`` return equal tensors, tuples or lists of them, or None; their sums
-    have equal gradients in the tensors that require grad."""
+    """``ours(*tensors)`` and ``formula(*tensors)`` return equal tensors, tuples or lists of them, or None;
+    their sums have equal gradients in the tensors that require grad."""
 
     ours: Callable
     formula: Callable
@@ -20,7 +20,8 @@ class Case:
 
 
 def compare(source, names, ours, formula, *tensors):
-    """Adds a case for some names of a module of liger.compat. ``ours`` takes the attribute before the tensors."""
+    """Adds a case for some names of a module of liger.compat. ``ours`` takes the attribute before the
+    tensors."""
     for name in names.split():
         assert (source, name) not in CASES, name
         CASES[source, name] = Case(ours, formula, tensors)

@@ -11,7 +11,8 @@ LOGITS, CE_WEIGHT = random(9, 11), random(11, seed=5, grad=False).abs()
 
 
 def loss_and_metrics(logits, target, z=0.0, smoothing=0.0, softcap=None, weight=None, reduction="mean"):
-    """(loss, z-loss, token accuracy, predicted tokens) of torch; the accuracy is per row where the loss is."""
+    """(loss, z-loss, token accuracy, predicted tokens) of torch; the accuracy is per row where the loss
+    is."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     valid = target != IGNORED
@@ -124,7 +125,8 @@ compare(
 
 
 def of_one_process(f, x, w, t):
-    """What a function of a sharded head returns, without and with entropies, in a group of this process alone."""
+    """What a function of a sharded head returns, without and with entropies, in a group of this process
+    alone."""
     call = getattr(f, "apply", f)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

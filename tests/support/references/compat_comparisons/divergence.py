@@ -167,7 +167,7 @@ compare(
 )
 
 
-# --- losses with labels -------------------------------------------------------------------------------------------
+# --- losses with labels -------------------------------------------------------------------------------------
 
 
 def with_labels(distance):
@@ -200,7 +200,8 @@ for _name, _formula in (("JSD", JSD_WITH_LABELS), ("CosineSimilarity", COSINE_WI
 
 
 def own_loss(base):
-    """A distillation loss as another project defines one: the mean squared difference of the probabilities."""
+    """A distillation loss as another project defines one: the mean squared difference of the
+    probabilities."""
 
     class Loss(base):
         @staticmethod

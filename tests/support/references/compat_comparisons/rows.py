@@ -129,11 +129,12 @@ compare(
 )
 
 
-# --- modules ------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------------------
 
 
 def module_of(f, *arguments, weights=()):
-    """A module whose parameters of these names are the given tensors: the arguments after the constructor's."""
+    """A module whose parameters of these names are the given tensors: the arguments after the
+    constructor's."""
     module = f(*arguments)
     for name, tensor in weights:
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -232,7 +233,7 @@ def experts(f, x, gate_up, down, shares):
 compare("layers.experts", "LigerExperts", experts, mixture, TOKENS, *STACKED, SHARES)
 
 
-# --- rotary embeddings --------------------------------------------------------------------------------------------
+# --- rotary embeddings --------------------------------------------------------------------------------------
 
 Q, K = random(2, 3, 5, 8), random(2, 1, 5, 8)
 ANGLES = random(2, 5, 4, grad=False)
