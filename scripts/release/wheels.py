@@ -10,6 +10,7 @@ from pathlib import Path
 OLDEST_TORCH = (2, 10)
 # In megabytes: of the wheel as it is downloaded, and of libliger_cuda.so as it is installed.
 BUDGET = 60
+SDIST_BUDGET = 1.5
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 # Autograd nodes, which the stable ABI does not have: loaded into the torch version in the file name alone.
@@ -38,10 +39,11 @@ def require_identical(one, other):
     raise Failure(f"two builds of {Path(one).name} differ: {digests[0]} and {digests[1]}")
 
 
-def require_tag(wheel):
-    """One wheel for every Python, of :data:`PLATFORM`."""
-    if re.fullmatch(rf"liger_ops-[^-]+-py3-none-{PLATFORM}\.whl", Path(wheel).name) is None:
-        raise Failure(f"{Path(wheel).name} is not tagged py3-none-{PLATFORM}")
+def require_tag(wheel, version):
+    """One wheel for every Python, of :data:`PLATFORM`, with the version in its name."""
+    name = f"liger_ops-{version}-py3-none-{PLATFORM}.whl"
+    if Path(wheel).name != name:
+        raise Failure(f"{Path(wheel).name} is not named {name}")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
         tags = re.findall(r"^Tag: (.+)$", archive.read(name).decode(), re.M)

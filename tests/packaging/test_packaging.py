@@ -57,10 +57,9 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
         names = [name.partition("/")[2] for name in archive.getnames()]
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
-        *("CMakeLists.txt", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
-        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
+        *("CMakeLists.txt", "LICENSE", "Makefile", "NOTICE", "PKG-INFO", "README.md", "pyproject.toml"),
+        *("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"),
         *(
-            "benchmarks",
             "cmake",
             "compat",
             "csrc",
@@ -74,6 +73,7 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
         *(["examples"] if any((ROOT / "examples").glob("*")) else []),
         *(".clang-format", ".gitignore", ".pre-commit-config.yaml", "mkdocs.yml"),
     }
+    assert sdist.stat().st_size < 1.5e6
     assert not [name for name in names if re.search(r"\.(so|o|whl|pyc|gz)$|__pycache__", name)]
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*")} <= set(names)
 
@@ -160,7 +160,6 @@ def test_build_requirements_are_met_here_and_agree():
 
 def test_one_version_everywhere():
     places = {
-        "pyproject.toml": r'^version = "(.+)"$',
         "python/liger/__init__.py": r'^__version__ = "(.+)"$',
         "CITATION.cff": r"^version: (.+)$",
     }
@@ -168,10 +167,10 @@ def test_one_version_everywhere():
     assert len(set(found.values())) == 1, found
 
 
-def test_commit_hooks_have_the_versions_of_the_test_extra():
-    hooks, extras = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
+def test_commit_hooks_have_the_versions_of_the_test_group():
+    hooks, settings = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
     for tool in ("ruff", "clang-format", "mypy"):
-        (wanted,) = set(re.findall(rf'"{tool}==([\d.]+)"', extras))
+        (wanted,) = set(re.findall(rf'"{tool}==([\d.]+)"', settings))
         assert set(re.findall(rf'"{tool}==([\d.]+)"', hooks)) == {wanted}, tool
 
 

@@ -154,7 +154,7 @@ def test_every_architecture_of_a_release_is_recorded():
     from release.kernels import read
 
     settings = (ROOT / "cmake/LigerCuda.cmake").read_text()
-    (archs,) = re.findall(r"^set\(LIGER_DEFAULT_ARCHS (.+)\)$", settings, re.M)
+    (archs,) = re.findall(r"^set\(LIGER_ALL_ARCHS (.+)\)$", settings, re.M)
     recorded = read()
     assert {arch for _, arch in recorded} == set(archs.split())
     # The engine of 9.0 exists there alone; the other kernels are compiled for all.
@@ -185,16 +185,19 @@ def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manyli
 def test_tags_of_a_wheel(tmp_path):
     from release.wheels import Failure, require_tag
 
-    require_tag(a_wheel(tmp_path))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"))
+    require_tag(a_wheel(tmp_path), "0.2.0")
+    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"), "0.2.0")
+    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"), "0.2.0")
+    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"), "0.2.0")
+    # A wheel without CUDA kernels under the name of the one that has them.
+    with pytest.raises(Failure, match=r"is not named liger_ops-0.2.0\+cpu-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path), "0.2.0+cpu")
     renamed = a_wheel(tmp_path, tag="py3-none-linux_x86_64", name="py3-none-manylinux_2_28_x86_64")
     with pytest.raises(Failure, match=r"has the tags \['py3-none-linux_x86_64'\] inside"):
-        require_tag(renamed)
+        require_tag(renamed, "0.2.0")
 
 
 def test_bill_of_materials_of_a_wheel(tmp_path):
