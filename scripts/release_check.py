@@ -173,8 +173,16 @@ def install(address, version, folder):
     )
 
 
-def run_tests(python, address, version, cuda, folder):
-    """A selection of tests by another interpreter, which has torch and pytest, with the wheel in a new environment."""
+def make_empty_environment(folder):
+    """A new environment with torch and what the tests need, from the package index that pip has by default."""
+    shutil.rmtree(folder, ignore_errors=True)
+    call(sys.executable, "-m", "venv", folder)
+    call(folder / "bin/python", "-m", "pip", "install", "--quiet", "pip>=25.1")
+    call(folder / "bin/python", "-m", "pip", "install", "--quiet", "torch", "--group", "test")
+
+
+def make_environment(python, folder):
+    """A new environment that sees the packages of another interpreter, which has torch and what the tests need."""
     shutil.rmtree(folder, ignore_errors=True)
     found = call(
         python, "-c", "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"
@@ -183,6 +191,10 @@ def run_tests(python, address, version, cuda, folder):
     purelib = call(folder / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     # A .pth line only adds the folder: hooks of editable installs in it are not run.
     Path(purelib.strip(), "outer.pth").write_text(found)
+
+
+def run_tests(address, version, cuda, folder):
+    """A selection of tests with the wheel of an index, in an environment without liger."""
     install(address, version, folder)
     where = call(folder / "bin/python", "-c", "import liger; print(liger.__file__)", cwd=WORK).split()[-1]
     if not where.startswith(str(folder)):
@@ -262,7 +274,11 @@ def rehearse(report, kind, files, version, options):
         for index, python in enumerate([sys.executable, *options.python]):
             folder = WORK / f"{kind}-venv-{index}"
             with report.step(f"{kind}: installed from the index, tests by {python}") as detail:
-                detail("  " + run_tests(python, address, version, kind == "cuda", folder))
+                if options.empty and index == 0:
+                    make_empty_environment(folder)
+                else:
+                    make_environment(python, folder)
+                detail("  " + run_tests(address, version, kind == "cuda", folder))
         with report.step(f"{kind}: liger demo") as detail:
             detail("  " + run_demo(WORK / f"{kind}-venv-0"))
 
@@ -276,6 +292,11 @@ def main(arguments=None):
     parser.add_argument("--no-cuda", action="store_true", help="only the wheel without CUDA kernels")
     parser.add_argument("--once", action="store_true", help="no second build of the wheels")
     parser.add_argument("--allow-dirty", action="store_true", help="uncommitted changes are no failure")
+    parser.add_argument(
+        "--empty",
+        action="store_true",
+        help="test in an environment that has nothing of this one; needs the network, for torch",
+    )
     parser.add_argument(
         "--python",
         action="append",
