@@ -164,7 +164,14 @@ def upload(files, address):
 
 def install(address, version, folder):
     """Installs liger-ops from a package index on this machine, and from nowhere else, into an environment."""
-    how = ("--isolated", "--no-deps", "--no-cache-dir", "--only-binary=:all:", "--ignore-installed", "--quiet")
+    how = (
+        "--isolated",
+        "--no-deps",
+        "--no-cache-dir",
+        "--only-binary=:all:",
+        "--ignore-installed",
+        "--quiet",
+    )
     call(
         *(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", *how),
         *("--index-url", f"{address}simple/", f"liger-ops=={version}"),
@@ -303,7 +310,9 @@ def main(arguments=None):
         default=[],
         help="a further interpreter, with torch and pytest, that tests the wheels; may be repeated",
     )
-    parser.add_argument("--tag", nargs=2, metavar=("TAG", "ADDRESS"), help="of the release and the repository")
+    parser.add_argument(
+        "--tag", nargs=2, metavar=("TAG", "ADDRESS"), help="of the release and the repository"
+    )
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
     WORK.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,4 @@
-"""A package index on this machine, for a rehearsal of a release: it takes what twine uploads, and pip installs from it.
-
-python scripts/release/local_index.py FOLDER -- COMMAND...    runs a command while FOLDER is served; its address is in
-                                                              the variable LOCAL_INDEX
-"""
+"""A package index on this machine, to rehearse a release: it takes what twine uploads, and pip installs from it."""
 
 import contextlib
 import email.parser
@@ -10,10 +6,7 @@ import email.policy
 import hashlib
 import html
 import http.server
-import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.parse
 from pathlib import Path
@@ -38,7 +31,9 @@ def _handler(folder):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
             form = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(head + body)
-            fields = {part.get_param("name", header="Content-Disposition"): part for part in form.iter_parts()}
+            fields = {
+                part.get_param("name", header="Content-Disposition"): part for part in form.iter_parts()
+            }
             content = fields["content"].get_payload(decode=True)
             file = folder / Path(fields["content"].get_filename()).name
             expected = fields["sha256_digest"].get_payload().strip()
@@ -79,7 +74,7 @@ def _page(files):
 
 @contextlib.contextmanager
 def serve(folder):
-    """Serves a folder for the time of a ``with`` block, whose value is the address: PEP 503 pages are in ``simple/``."""
+    """Serves a folder for the time of a ``with`` block. The value is the address; PEP 503 pages are in ``simple/``."""
     folder.mkdir(parents=True, exist_ok=True)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -89,15 +84,3 @@ def serve(folder):
         finally:
             server.shutdown()
             thread.join()
-
-
-def main(arguments):
-    folder, separator, *command = arguments
-    if separator != "--" or not command:
-        sys.exit(__doc__)
-    with serve(Path(folder)) as address:
-        return subprocess.run(command, env=os.environ | {"LOCAL_INDEX": address}).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

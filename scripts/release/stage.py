@@ -1,5 +1,6 @@
 """The sources of a release: those of a commit, with links that lead somewhere from the page of a package index."""
 
+import io
 import re
 import shutil
 import subprocess
@@ -16,13 +17,13 @@ def stage(root, folder, version):
     """Writes the tracked files of the checkout, with uncommitted changes, to a folder, which it empties first."""
     shutil.rmtree(folder, ignore_errors=True)
     # A commit of the uncommitted changes that is in no branch; nothing where there are none.
-    changed = subprocess.run(["git", "stash", "create"], cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    changed = subprocess.run(
+        ["git", "stash", "create"], cwd=root, stdout=subprocess.PIPE, text=True, check=True
+    )
     tree = changed.stdout.strip() or "HEAD"
-    with subprocess.Popen(["git", "archive", tree], cwd=root, stdout=subprocess.PIPE) as archive:
-        with tarfile.open(fileobj=archive.stdout, mode="r|") as members:
-            members.extractall(folder, filter="data")
-    if archive.returncode:
-        raise subprocess.CalledProcessError(archive.returncode, archive.args)
+    archive = subprocess.run(["git", "archive", tree], cwd=root, stdout=subprocess.PIPE, check=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as members:
+        members.extractall(folder, filter="data")
     settings = folder / "pyproject.toml"
     text = settings.read_text()
     ((line, address),) = re.findall(r'^(Repository = "(.+)"\n)', text, re.M)

@@ -186,14 +186,14 @@ def test_tags_of_a_wheel(tmp_path):
     from release.wheels import Failure, require_tag
 
     require_tag(a_wheel(tmp_path), "0.2.0")
-    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
         require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"), "0.2.0")
-    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
         require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"), "0.2.0")
-    with pytest.raises(Failure, match="is not named liger_ops-0.2.0-py3-none-manylinux"):
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
         require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"), "0.2.0")
     # A wheel without CUDA kernels under the name of the one that has them.
-    with pytest.raises(Failure, match=r"is not named liger_ops-0.2.0\+cpu-py3-none-manylinux"):
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0\+cpu-py3-none-manylinux"):
         require_tag(a_wheel(tmp_path), "0.2.0+cpu")
     renamed = a_wheel(tmp_path, tag="py3-none-linux_x86_64", name="py3-none-manylinux_2_28_x86_64")
     with pytest.raises(Failure, match=r"has the tags \['py3-none-linux_x86_64'\] inside"):
