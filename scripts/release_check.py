@@ -272,6 +272,28 @@ def check_wheel(report, kind, source, version, epoch, network, options):
     return wheel
 
 
+def check_aarch64(report, torch, source, version, epoch, network):
+    """Cross-compiles the wheel without CUDA kernels for aarch64, against an unpacked torch, and examines it."""
+    wheel = None
+    with report.step("aarch64: a cross-compiled wheel") as detail:
+        toolchain = source / "cmake/aarch64-linux-gnu.cmake"
+        wheel = build_wheel(
+            *(source, "aarch64", epoch, network),
+            LIGER_CPU_WHEEL=1,
+            _PYTHON_HOST_PLATFORM="linux-aarch64",
+            CMAKE_ARGS=f"-DCMAKE_TOOLCHAIN_FILE={toolchain} -DLIGER_TORCH_DIR={torch}",
+        )
+        if wheel.name != f"liger_ops-{version}-py3-none-linux_aarch64.whl":
+            raise Failure(f"the wheel is named {wheel.name}")
+        detail(f"  {wheel.name}")
+    for library in wheels.unpack_libraries(wheel, WORK / "aarch64-libraries") if wheel else []:
+        with report.step(f"aarch64: {library.name}") as detail:
+            needs = wheels.require_aarch64(library)
+            if not library.name.startswith(wheels.UNSTABLE):
+                needs += f", torch {wheels.require_stable_abi(library)}"
+            detail(f"  needs {needs}")
+
+
 def rehearse(report, kind, files, version, options):
     """Uploads the files of a release to an index of this machine, and tests what is installed from it."""
     shutil.rmtree(WORK / f"{kind}-index", ignore_errors=True)
@@ -297,6 +319,9 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("--archs", default="all", help="CUDA architectures, if not all that a release has")
     parser.add_argument("--no-cuda", action="store_true", help="only the wheel without CUDA kernels")
+    parser.add_argument(
+        "--aarch64", type=Path, metavar="TORCH", help="also a wheel for aarch64, with this unpacked torch"
+    )
     parser.add_argument("--once", action="store_true", help="no second build of the wheels")
     parser.add_argument("--allow-dirty", action="store_true", help="uncommitted changes are no failure")
     parser.add_argument(
@@ -345,6 +370,9 @@ def main(arguments=None):
             wheel = check_wheel(report, kind, source, built, epoch, network, options)
             if wheel is not None:
                 rehearse(report, kind, [sdist, wheel], built, options)
+
+        if options.aarch64:
+            check_aarch64(report, options.aarch64.resolve(), source, f"{version}+cpu", epoch, network)
 
     report.say("FAILED" if report.failed else "All checks passed.")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 import re
+import struct
 import zipfile
 from pathlib import Path
 
@@ -97,6 +98,18 @@ def require_size(path, budget=BUDGET):
     if size > budget:
         raise Failure(f"{Path(path).name} has {size:.1f} MB, the budget is {budget} MB")
     return size
+
+
+def require_aarch64(library):
+    """A library for aarch64 that needs no symbol of glibc newer than 2.28; the version that it needs."""
+    elf = Path(library).read_bytes()
+    (machine,) = struct.unpack_from("<H", elf, 18)
+    if elf[:6] != b"\x7fELF\2\1" or machine != 183:
+        raise Failure(f"{Path(library).name} is no library for aarch64: ELF machine {machine}")
+    needed = max(tuple(map(int, m.split(b"."))) for m in re.findall(rb"\0GLIBC_([\d.]+)(?=\0)", elf))
+    if needed > (2, 28):
+        raise Failure(f"{Path(library).name} needs glibc {needed}, expected 2.28 or older")
+    return "glibc " + ".".join(map(str, needed))
 
 
 def unpack_libraries(wheel, folder):

@@ -136,6 +136,31 @@ def test_wheel_metadata(wheel):
     assert "liger = liger_cli:main" in entry_points
 
 
+def test_wheel_metadata_for_an_index(wheel):
+    with zipfile.ZipFile(wheel[0]) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode().partition("\n\n")[0]
+        licences = {Path(n).name for n in archive.namelist() if ".dist-info/licenses/" in n}
+    fields = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    assert fields["Author"] == "The liger-ops authors" and fields["License-Expression"] == "BSD-3-Clause"
+    assert fields["Project-URL"].startswith("Repository, https://") and licences == {"LICENSE", "NOTICE"}
+    assert "Classifier: Typing :: Typed" in text
+    # Extras are what a user wants; what a contributor needs is in dependency groups.
+    assert set(re.findall("^Provides-Extra: (.+)$", text, re.M)) == {"demo", "transformers", "triton", "trl"}
+
+
+def test_a_wheel_without_cuda_kernels_by_its_version(tmp_path):
+    how = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--verbose")
+    where = ("-C", f"build-dir={tmp_path / 'build'}", "--wheel-dir", tmp_path)
+    # The setting decides, whatever nvcc and the other variable say.
+    _, log = call(
+        sys.executable, "-m", "pip", "wheel", *how, *where, ROOT, LIGER_CPU_WHEEL=1, LIGER_BUILD_CUDA=1
+    )
+    (path,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"liger_ops-[\d.]+\+cpu-py3-none-linux_\w+\.whl", path.name)
+    assert "CPU and Triton build, without CUDA kernels" in log
+
+
 def test_build_without_cuda_says_so(wheel):
     assert "CPU and Triton build, without CUDA kernels (LIGER_BUILD_CUDA=0)" in wheel[1]
 
