@@ -223,9 +223,10 @@ def run_tests(address, version, cuda, folder):
 
 
 def run_demo(folder):
-    """The demo of the wheel that is installed in an environment, on a tiny model; its last line."""
+    """The demo of the wheel that is installed in an environment, on a tiny model; its verdict on the losses."""
     how = ("--size", "tiny", "--steps", 3, "--output", folder / "demo")
-    return call(folder / "bin/liger", "demo", *how, cwd=WORK, OMP_NUM_THREADS=2).strip().splitlines()[-1]
+    log = call(folder / "bin/liger", "demo", *how, cwd=WORK, OMP_NUM_THREADS=2)
+    return next(line for line in log.splitlines() if line.startswith("The losses agree"))
 
 
 def check_wheel(report, kind, source, version, epoch, network, options):
@@ -302,7 +303,9 @@ def rehearse(report, kind, files, version, options):
             upload(files, address)
         for index, python in enumerate([sys.executable, *options.python]):
             folder = WORK / f"{kind}-venv-{index}"
-            with report.step(f"{kind}: installed from the index, tests by {python}") as detail:
+            # The report is published: it does not name the folder of this interpreter.
+            by = f" by {python}" if index else ""
+            with report.step(f"{kind}: installed from the index, tests{by}") as detail:
                 if options.empty and index == 0:
                     make_empty_environment(folder)
                 else:
