@@ -56,7 +56,7 @@ fuzz:
 # takes three minutes on an H200, most of them in Python.
 gpu-test:
 	$(GPU_PYTHON) -c "import torch; torch.cuda.init()"
-	LIGER_BUILD_CUDA=1 $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
+	env -u TORCH_CUDA_ARCH_LIST LIGER_BUILD_CUDA=1 $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger_cli info
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
 

@@ -70,13 +70,12 @@ def _cuda_of_the_driver():
 
 
 def _driver_is_too_old(built):
-    """Why the driver cannot run kernels of a CUDA version; empty if it can. It runs every version of its major one."""
+    """Why the driver cannot run kernels of a CUDA version; empty if it can: it runs all of its major version."""
     driver = _cuda_of_the_driver()
-    if driver is None or driver[0] >= int(built.split(".")[0]):
+    needed = int(built.partition(".")[0])
+    if driver is None or driver[0] >= needed:
         return ""
-    return "the NVIDIA driver supports CUDA {}.{}, the CUDA kernels need a driver for CUDA {}".format(
-        *driver, built
-    )
+    return "the NVIDIA driver supports CUDA {}.{}, the CUDA kernels need one for CUDA {}.0".format(*driver, needed)
 
 
 def _load_cuda():
