@@ -56,8 +56,7 @@ fuzz:
 # takes three minutes on an H200, most of them in Python.
 gpu-test:
 	$(GPU_PYTHON) -c "import torch; torch.cuda.init()"
-	LIGER_BUILD_CUDA=1 LIGER_CUDA_ARCHS=$${LIGER_CUDA_ARCHS:-$$($(GPU_PYTHON) scripts/gpu_arch.py)} \
-	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
+	env -u TORCH_CUDA_ARCH_LIST LIGER_BUILD_CUDA=1 $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger_cli info
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
 
@@ -97,7 +96,6 @@ docs: build/docs/installed
 # The sdist and the two wheels of a release in dist/, and every check of them that needs no GPU. Hours: all architectures
 # are compiled twice. docs/releasing.md has the rest of a release.
 release-check: install-test
-	$(PYTHON) -m pip install --quiet "pip>=25.1"
 	$(PYTHON) -m pip install --quiet --group release
 	$(PYTHON) scripts/release_check.py $(RELEASE_ARGS)
 
@@ -108,10 +106,10 @@ build/docs/installed: pyproject.toml
 	touch $@
 
 install-demo:
-	scripts/install.sh $(PYTHON) demo
+	scripts/install.sh $(PYTHON) ".[demo]"
 
 install-test:
-	scripts/install.sh $(PYTHON) test
+	scripts/install.sh $(PYTHON) . --group test
 
 clean:
 	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache

@@ -1,9 +1,10 @@
 # Whether to build the CUDA kernels, and for which architectures.
 #
 #   LIGER_BUILD_CUDA   auto (default): build them where nvcc is found; 1: nvcc is required; 0: leave them out
-#   LIGER_CUDA_ARCHS   e.g. "80;90a" or "8.0 9.0a"; TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") is read when it is not set
+#   LIGER_CUDA_ARCHS   e.g. "80;90a" or "8.0 9.0a", or all; TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") is read when it is not
+#                      set. Neither: those of the GPUs of this machine; all where nvidia-smi finds none
 
-set(LIGER_DEFAULT_ARCHS 80 86 89 90a 100 120)
+set(LIGER_ALL_ARCHS 80 86 89 90a 100 120)
 
 function(liger_setting name default)
   if(NOT DEFINED ${name})
@@ -72,22 +73,49 @@ function(liger_arch_known arch out)
   endif()
 endfunction()
 
-if(archs)
-  foreach(arch ${archs})
-    liger_arch_known(${arch} known)
-    if(NOT known)
-      message(FATAL_ERROR "liger: CUDA architecture '${arch}' is not known to nvcc ${CMAKE_CUDA_COMPILER_VERSION}; "
-                          "it knows ${known_archs}")
-    endif()
-  endforeach()
-else()
-  foreach(arch ${LIGER_DEFAULT_ARCHS})
+# Those GPUs of this machine that the kernels serve and nvcc knows.
+function(liger_archs_of_this_machine out)
+  set(found "")
+  find_program(LIGER_NVIDIA_SMI nvidia-smi NO_CACHE)
+  if(LIGER_NVIDIA_SMI AND NOT CMAKE_CROSSCOMPILING)
+    execute_process(COMMAND ${LIGER_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE capabilities ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+[.][0-9]+" capabilities "${capabilities}")
+    list(TRANSFORM capabilities REPLACE "[.]" "")
+    list(TRANSFORM capabilities REPLACE "^90$" "90a")
+    list(REMOVE_DUPLICATES capabilities)
+    foreach(arch ${capabilities})
+      liger_arch_known(${arch} known)
+      string(REGEX REPLACE "a$" "" number ${arch})
+      if(known AND number GREATER_EQUAL 80)
+        list(APPEND found ${arch})
+      endif()
+    endforeach()
+  endif()
+  set(${out} "${found}" PARENT_SCOPE)
+endfunction()
+
+if(archs STREQUAL "")
+  liger_archs_of_this_machine(archs)
+  set(whose ", the GPUs of this machine; LIGER_CUDA_ARCHS=all for every one")
+endif()
+if(archs STREQUAL "all" OR archs STREQUAL "")
+  set(whose "")
+  set(archs "")
+  foreach(arch ${LIGER_ALL_ARCHS})
     liger_arch_known(${arch} known)
     if(known)
       list(APPEND archs ${arch})
     endif()
   endforeach()
 endif()
+foreach(arch ${archs})
+  liger_arch_known(${arch} known)
+  if(NOT known)
+    message(FATAL_ERROR "liger: CUDA architecture '${arch}' is not known to nvcc ${CMAKE_CUDA_COMPILER_VERSION}; "
+                        "it knows ${known_archs}")
+  endif()
+endforeach()
 
 # Machine code for each, and PTX of the newest generic one for devices that come later.
 set(CMAKE_CUDA_ARCHITECTURES OFF)
@@ -105,7 +133,7 @@ if(newest)
   list(APPEND built "${newest}+PTX")
 endif()
 list(JOIN built " " LIGER_CUDA_ARCHS_BUILT)
-message(STATUS "liger: CUDA ${CMAKE_CUDA_COMPILER_VERSION} kernels for ${LIGER_CUDA_ARCHS_BUILT}")
+message(STATUS "liger: CUDA ${CMAKE_CUDA_COMPILER_VERSION} kernels for ${LIGER_CUDA_ARCHS_BUILT}${whose}")
 
 # ninja runs one nvcc per source and core; cores that this leaves over compile architectures side by side.
 cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)

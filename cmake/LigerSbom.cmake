@@ -6,7 +6,7 @@ if(DEFINED SKBUILD_METADATA_DIR)
   string(REGEX REPLACE "[+].*" "" torch_release "${LIGER_TORCH_VERSION}")
   set(LIGER_SBOM_COMPONENTS "")
   set(LIGER_SBOM_REFS "")
-  set(LIGER_SBOM_PURL "pkg:pypi/liger-ops@${SKBUILD_PROJECT_VERSION}")
+  set(LIGER_SBOM_PURL "pkg:pypi/liger-ops@${SKBUILD_PROJECT_VERSION_FULL}")
 
   # name, version, license as a JSON object, description, further fields
   function(liger_sbom_component name version license description)

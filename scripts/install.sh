@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Installs this checkout, editable, with one of its extras:  scripts/install.sh PYTHON EXTRA
+# Installs this checkout, editable:  scripts/install.sh PYTHON ARGUMENTS OF PIP, such as  . --group test
 #
-# CUDA kernels are built for the GPU of this machine, and not without one. Where LIGER_BUILD_CUDA, LIGER_CUDA_ARCHS or
+# CUDA kernels are built for the GPUs of this machine, and not without one. Where LIGER_BUILD_CUDA, LIGER_CUDA_ARCHS or
 # TORCH_CUDA_ARCH_LIST is set, that decides.
 # The build is not isolated: it uses the torch of that interpreter (one is installed when there is none) instead of
 # fetching a second one of several gigabytes. What is there already is left as it is, and then no network is needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$1 extra=$2
+python=$1
+shift
 
 if [ ! -x "$(command -v "$python")" ]; then
   # Only the default, .venv/bin/python, is made on first use; a wrong LIGER_PYTHON is a mistake.
@@ -22,13 +23,13 @@ text = pathlib.Path("pyproject.toml").read_text()
 print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
 PY
 )
+# pip of this version is the first that knows dependency groups.
+"$python" -m pip install --quiet "pip>=25.1"
 xargs --delimiter='\n' "$python" -m pip install --quiet <<<"$requires"
 # cmake, unless a new enough one is on PATH: what the build backend would ask for in an isolated build.
 tools=$("$python" -c 'from scikit_build_core.build import get_requires_for_build_editable as r; print(*r(), sep="\n")')
 [ -z "$tools" ] || xargs --delimiter='\n' "$python" -m pip install --quiet <<<"$tools"
 if [ -z "${LIGER_BUILD_CUDA:-}${LIGER_CUDA_ARCHS:-}${TORCH_CUDA_ARCH_LIST:-}" ]; then
-  export LIGER_CUDA_ARCHS LIGER_BUILD_CUDA=auto
-  LIGER_CUDA_ARCHS=$("$python" scripts/gpu_arch.py || true)
-  [ -n "$LIGER_CUDA_ARCHS" ] || LIGER_BUILD_CUDA=0
+  nvidia-smi --list-gpus >/dev/null 2>&1 || export LIGER_BUILD_CUDA=0
 fi
-"$python" -m pip install --quiet --no-build-isolation --editable ".[$extra]"
+"$python" -m pip install --quiet --no-build-isolation --editable "$@"

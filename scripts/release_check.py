@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds what a release publishes and checks it, on one machine:  make release-check
 
-Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The
+Needs an interpreter with torch and the dependency groups "test" and "release", which make installs. The
 builds have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and
 release-report.md. docs/releasing.md says what else a release needs.
 """
@@ -18,7 +18,8 @@ import tarfile
 import time
 from pathlib import Path
 
-from release import fatbin, kernels, wheels
+from release import fatbin, kernels, local_index, wheels
+from release.stage import stage
 from release.wheels import Failure
 
 ROOT = Path(__file__).parents[1]
@@ -87,26 +88,32 @@ def without_network():
 
 
 def check_version():
-    """The version of pyproject.toml, which the other places have, too, and its heading in the changelog."""
-    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    for path, line in {
-        "python/liger/__init__.py": f'__version__ = "{version}"',
-        "CITATION.cff": f"version: {version}",
-    }.items():
-        if line not in (ROOT / path).read_text().splitlines():
-            raise Failure(f"{path} has no line {line!r}")
-    section = re.search(
-        rf"^## \[?{re.escape(version)}\b.*", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
+    """The version, which CITATION.cff has, too, and its heading in the changelog."""
+    source = (ROOT / "python/liger/__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.M)
+    if f"version: {version}" not in (ROOT / "CITATION.cff").read_text().splitlines():
+        raise Failure(f"CITATION.cff has no line 'version: {version}'")
+    section = re.search(rf"^## {re.escape(version)}, .+", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if section is None:
         raise Failure(f"CHANGELOG.md has no section {version}")
     return version, section[0]
 
 
-def build_sdist(folder, epoch):
+def check_tag(tag, address):
+    """That the checkout may be published under a tag, by the repository with this address."""
+    version, heading = check_version()
+    if tag != f"v{version}":
+        raise Failure(f"the tag is {tag}, the version {version}")
+    if re.fullmatch(r"## \S+, \d{4}-\d\d-\d\d", heading) is None:
+        raise Failure(f"CHANGELOG.md has {heading!r}, expected '## {version}, YYYY-MM-DD'")
+    if f'Repository = "{address}"' not in (ROOT / "pyproject.toml").read_text().splitlines():
+        raise Failure(f"pyproject.toml does not have the address {address}")
+
+
+def build_sdist(source, folder, epoch):
     shutil.rmtree(folder, ignore_errors=True)
     call(
-        *(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT),
+        *(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, source),
         SOURCE_DATE_EPOCH=epoch,
     )
     (path,) = folder.glob("*.tar.gz")
@@ -149,9 +156,42 @@ def repair(wheel, folder, epoch):
     return path
 
 
-def run_tests(python, wheel, folder):
-    """A selection of tests by another interpreter, which has torch and pytest, with the wheel in a new
-    environment."""
+def upload(files, address):
+    """Uploads files of a release to a package index on this machine."""
+    how = ("--non-interactive", "--disable-progress-bar", "--username", "any", "--password", "any")
+    call("twine", "upload", *how, "--repository-url", address, *files, NO_PROXY="127.0.0.1")
+
+
+def install(address, version, folder):
+    """Installs liger-ops from a package index on this machine, and from nowhere else, into an environment."""
+    how = (
+        "--isolated",
+        "--no-deps",
+        "--no-cache-dir",
+        "--only-binary=:all:",
+        "--ignore-installed",
+        "--quiet",
+    )
+    call(
+        *(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", *how),
+        *("--index-url", f"{address}simple/", f"liger-ops=={version}"),
+        NO_PROXY="127.0.0.1",
+        PIP_CONFIG_FILE=os.devnull,
+    )
+
+
+def make_empty_environment(folder):
+    """A new environment with torch and what the tests need, from the package index that pip has by
+    default."""
+    shutil.rmtree(folder, ignore_errors=True)
+    call(sys.executable, "-m", "venv", folder)
+    call(folder / "bin/python", "-m", "pip", "install", "--quiet", "pip>=25.1")
+    call(folder / "bin/python", "-m", "pip", "install", "--quiet", "torch", "--group", "test")
+
+
+def make_environment(python, folder):
+    """A new environment that sees the packages of another interpreter, which has torch and what the tests
+    need."""
     shutil.rmtree(folder, ignore_errors=True)
     found = call(
         python, "-c", "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"
@@ -160,8 +200,11 @@ def run_tests(python, wheel, folder):
     purelib = call(folder / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     # A .pth line only adds the folder: hooks of editable installs in it are not run.
     Path(purelib.strip(), "outer.pth").write_text(found)
-    how = ("--no-deps", "--no-index", "--ignore-installed", "--quiet")
-    call(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", *how, wheel)
+
+
+def run_tests(address, version, cuda, folder):
+    """A selection of tests with the wheel of an index, in an environment without liger."""
+    install(address, version, folder)
     where = call(folder / "bin/python", "-c", "import liger; print(liger.__file__)", cwd=WORK).split()[-1]
     if not where.startswith(str(folder)):
         raise Failure(f"liger is imported from {where}, not from {folder}")
@@ -171,7 +214,7 @@ def run_tests(python, wheel, folder):
         "print(load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON)"
     )
     outcome = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()[-1]
-    if "cuda" in wheel.parts[-2] and not outcome.startswith(("True ", "None ")):
+    if cuda and not outcome.startswith(("True ", "None ")):
         raise Failure(f"the CUDA kernels are not loaded: {outcome}")
     versions = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
     log = call(
@@ -181,11 +224,19 @@ def run_tests(python, wheel, folder):
     return f"{call(folder / 'bin/python', '-c', versions, cwd=WORK).splitlines()[-1]}: {log.splitlines()[-1]}"
 
 
+def run_demo(folder):
+    """The demo of the wheel that is installed in an environment, on a tiny model; its verdict on the
+    losses."""
+    how = ("--size", "tiny", "--steps", 3, "--output", folder / "demo")
+    log = call(folder / "bin/liger", "demo", *how, cwd=WORK, OMP_NUM_THREADS=2)
+    return next(line for line in log.splitlines() if line.startswith("The losses agree"))
+
+
 def check_wheel(report, kind, source, version, epoch, network, options):
     """Builds and examines one wheel; its path, or None."""
-    settings = {"LIGER_BUILD_CUDA": 1 if kind == "cuda" else 0}
-    if kind == "cuda" and options.archs:
-        settings["LIGER_CUDA_ARCHS"] = options.archs
+    settings = {"LIGER_CPU_WHEEL": 1}
+    if kind == "cuda":
+        settings = {"LIGER_BUILD_CUDA": 1, "LIGER_CUDA_ARCHS": options.archs}
     built = wheel = None
     with report.step(f"{kind}: a wheel from the sdist{', without network' if network else ''}"):
         built = build_wheel(source, f"{kind}-1", epoch, network, **settings)
@@ -196,7 +247,7 @@ def check_wheel(report, kind, source, version, epoch, network, options):
             wheels.require_identical(built, build_wheel(source, f"{kind}-2", epoch, network, **settings))
     with report.step(f"{kind}: auditwheel") as detail:
         wheel = repair(built, options.output / kind, epoch)
-        wheels.require_tag(wheel)
+        wheels.require_tag(wheel, version)
         detail(f"  {wheel.name}")
     if wheel is None:
         return None
@@ -225,20 +276,74 @@ def check_wheel(report, kind, source, version, epoch, network, options):
     return wheel
 
 
+def check_aarch64(report, torch, source, version, epoch, network):
+    """Cross-compiles the wheel without CUDA kernels for aarch64, against an unpacked torch, and examines
+    it."""
+    wheel = None
+    with report.step("aarch64: a cross-compiled wheel") as detail:
+        toolchain = source / "cmake/aarch64-linux-gnu.cmake"
+        wheel = build_wheel(
+            *(source, "aarch64", epoch, network),
+            LIGER_CPU_WHEEL=1,
+            _PYTHON_HOST_PLATFORM="linux-aarch64",
+            CMAKE_ARGS=f"-DCMAKE_TOOLCHAIN_FILE={toolchain} -DLIGER_TORCH_DIR={torch}",
+        )
+        if wheel.name != f"liger_ops-{version}-py3-none-linux_aarch64.whl":
+            raise Failure(f"the wheel is named {wheel.name}")
+        detail(f"  {wheel.name}")
+    for library in wheels.unpack_libraries(wheel, WORK / "aarch64-libraries") if wheel else []:
+        with report.step(f"aarch64: {library.name}") as detail:
+            needs = wheels.require_aarch64(library)
+            if not library.name.startswith(wheels.UNSTABLE):
+                needs += f", torch {wheels.require_stable_abi(library)}"
+            detail(f"  needs {needs}")
+
+
+def rehearse(report, kind, files, version, options):
+    """Uploads the files of a release to an index of this machine, and tests what is installed from it."""
+    shutil.rmtree(WORK / f"{kind}-index", ignore_errors=True)
+    with local_index.serve(WORK / f"{kind}-index") as address:
+        with report.step(f"{kind}: upload to a local index"):
+            upload(files, address)
+        for index, python in enumerate([sys.executable, *options.python]):
+            folder = WORK / f"{kind}-venv-{index}"
+            # The report is published: it does not name the folder of this interpreter.
+            by = f" by {python}" if index else ""
+            with report.step(f"{kind}: installed from the index, tests{by}") as detail:
+                if options.empty and index == 0:
+                    make_empty_environment(folder)
+                else:
+                    make_environment(python, folder)
+                detail("  " + run_tests(address, version, kind == "cuda", folder))
+        with report.step(f"{kind}: liger demo") as detail:
+            detail("  " + run_demo(WORK / f"{kind}-venv-0"))
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
-    parser.add_argument("--archs", default="", help="CUDA architectures, if not all that a release has")
+    parser.add_argument("--archs", default="all", help="CUDA architectures, if not all that a release has")
     parser.add_argument("--no-cuda", action="store_true", help="only the wheel without CUDA kernels")
+    parser.add_argument(
+        "--aarch64", type=Path, metavar="TORCH", help="also a wheel for aarch64, with this unpacked torch"
+    )
     parser.add_argument("--once", action="store_true", help="no second build of the wheels")
     parser.add_argument("--allow-dirty", action="store_true", help="uncommitted changes are no failure")
+    parser.add_argument(
+        "--empty",
+        action="store_true",
+        help="test in an environment that has nothing of this one; needs the network, for torch",
+    )
     parser.add_argument(
         "--python",
         action="append",
         default=[],
         help="a further interpreter, with torch and pytest, that tests the wheels; may be repeated",
+    )
+    parser.add_argument(
+        "--tag", nargs=2, metavar=("TAG", "ADDRESS"), help="of the release and the repository"
     )
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
@@ -254,20 +359,27 @@ def main(arguments=None):
     with report.step("one version, and its section in the changelog") as detail:
         version, heading = check_version()
         detail(f"  {heading}")
-    with report.step("sdist: two builds are identical, twine check"):
-        sdist = build_sdist(WORK / "sdist-1", epoch)
-        wheels.require_identical(sdist, build_sdist(WORK / "sdist-2", epoch))
+        if options.tag:
+            check_tag(*options.tag)
+    with report.step(f"sdist: two builds are identical, twine check, at most {wheels.SDIST_BUDGET} MB"):
+        stage(ROOT, WORK / "commit", version)
+        sdist = build_sdist(WORK / "commit", WORK / "sdist-1", epoch)
+        wheels.require_identical(sdist, build_sdist(WORK / "commit", WORK / "sdist-2", epoch))
         call("twine", "check", "--strict", sdist)
+        wheels.require_size(sdist, wheels.SDIST_BUDGET)
         options.output.mkdir(parents=True, exist_ok=True)
         shutil.copy(sdist, options.output)
 
     if sdist is not None and version is not None:
         source = unpack_source(sdist)
         for kind in ["cpu"] if options.no_cuda else ["cpu", "cuda"]:
-            wheel = check_wheel(report, kind, source, version, epoch, network, options)
-            for index, python in enumerate([sys.executable, *options.python] if wheel else []):
-                with report.step(f"{kind}: tests by {python}") as detail:
-                    detail("  " + run_tests(python, wheel, WORK / f"{kind}-venv-{index}"))
+            built = version if kind == "cuda" else f"{version}+cpu"
+            wheel = check_wheel(report, kind, source, built, epoch, network, options)
+            if wheel is not None:
+                rehearse(report, kind, [sdist, wheel], built, options)
+
+        if options.aarch64:
+            check_aarch64(report, options.aarch64.resolve(), source, f"{version}+cpu", epoch, network)
 
     report.say("FAILED" if report.failed else "All checks passed.")
     options.output.mkdir(parents=True, exist_ok=True)

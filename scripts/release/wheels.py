@@ -5,12 +5,14 @@ import hashlib
 import json
 import platform
 import re
+import struct
 import zipfile
 from pathlib import Path
 
 OLDEST_TORCH = (2, 10)
 # In megabytes: of the wheel as it is downloaded, and of libliger_cuda.so as it is installed.
 BUDGET = 60
+SDIST_BUDGET = 1.5
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 # Autograd nodes, which the stable ABI does not have: loaded into the torch version in the file name alone.
@@ -39,10 +41,11 @@ def require_identical(one, other):
     raise Failure(f"two builds of {Path(one).name} differ: {digests[0]} and {digests[1]}")
 
 
-def require_tag(wheel):
-    """One wheel for every Python, of :data:`PLATFORM`."""
-    if re.fullmatch(rf"liger_ops-[^-]+-py3-none-{PLATFORM}\.whl", Path(wheel).name) is None:
-        raise Failure(f"{Path(wheel).name} is not tagged py3-none-{PLATFORM}")
+def require_tag(wheel, version):
+    """One wheel for every Python, of :data:`PLATFORM`, with the version in its name."""
+    name = f"liger_ops-{version}-py3-none-{PLATFORM}.whl"
+    if Path(wheel).name != name:
+        raise Failure(f"{Path(wheel).name} is not named {name}")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
         tags = re.findall(r"^Tag: (.+)$", archive.read(name).decode(), re.M)
@@ -97,6 +100,18 @@ def require_size(path, budget=BUDGET):
     if size > budget:
         raise Failure(f"{Path(path).name} has {size:.1f} MB, the budget is {budget} MB")
     return size
+
+
+def require_aarch64(library):
+    """A library for aarch64 that needs no symbol of glibc newer than 2.28; the version that it needs."""
+    elf = Path(library).read_bytes()
+    (machine,) = struct.unpack_from("<H", elf, 18)
+    if elf[:6] != b"\x7fELF\2\1" or machine != 183:
+        raise Failure(f"{Path(library).name} is no library for aarch64: ELF machine {machine}")
+    needed = max(tuple(map(int, m.split(b"."))) for m in re.findall(rb"\0GLIBC_([\d.]+)(?=\0)", elf))
+    if needed > (2, 28):
+        raise Failure(f"{Path(library).name} needs glibc {needed}, expected 2.28 or older")
+    return "glibc " + ".".join(map(str, needed))
 
 
 def unpack_libraries(wheel, folder):

@@ -63,18 +63,36 @@ def test_unknown_cuda_setting(tmp_path):
     assert code != 0 and "LIGER_BUILD_CUDA is 'maybe', expected 0, 1 or auto" in output
 
 
+def a_machine_with(folder, capabilities):
+    """A PATH whose nvidia-smi knows GPUs of these compute capabilities."""
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=compute_cap ] || exit 1\nprintf "{capabilities}"\n')
+    tool.chmod(0o755)
+    return os.pathsep.join([str(folder), sysconfig.get_path("scripts"), os.environ["PATH"]])
+
+
+ALL = r"80 86 89 90a 100 120 120\+PTX"
+GPUS = ", the GPUs of this machine; LIGER_CUDA_ARCHS=all for every one"
+
+
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("settings", "built"),
+    ("settings", "gpus", "built"),
     [
-        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX"}, r"80 90a 80\+PTX"),
-        ({"LIGER_CUDA_ARCHS": "9.0a", "TORCH_CUDA_ARCH_LIST": "8.0"}, "90a"),
-        ({}, r"80 86 89 90a 100 120 120\+PTX"),
+        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX"}, "8.6", r"80 90a 80\+PTX"),
+        ({"LIGER_CUDA_ARCHS": "9.0a", "TORCH_CUDA_ARCH_LIST": "8.0"}, "8.6", "90a"),
+        ({}, "", ALL),
+        ({}, "9.0", "90a" + GPUS),
+        ({}, "8.6\\n9.0\\n8.6", r"86 90a 86\+PTX" + GPUS),
+        ({}, "7.5", ALL),
+        ({"LIGER_CUDA_ARCHS": "all"}, "8.6", ALL),
     ],
-    ids=["torch's setting", "liger's setting wins", "default"],
+    ids=["torch's setting", "liger's setting wins", "no GPU", "a GPU", "GPUs", "an old GPU", "all"],
 )
-def test_architectures(tmp_path, settings, built):
-    code, output = configure(tmp_path, **{"TORCH_CUDA_ARCH_LIST": "", **settings})
+def test_architectures(tmp_path, settings, gpus, built):
+    path = a_machine_with(tmp_path / "tools", gpus)
+    code, output = configure(tmp_path / "build", PATH=path, **{"TORCH_CUDA_ARCH_LIST": "", **settings})
     assert code == 0, output
     assert re.search(rf"liger: CUDA [\d.]+ kernels for {built} --", output)
 

@@ -94,6 +94,55 @@ def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
     assert not loaded and reason.startswith("in Python: libliger_autograd_2_99.so did not load: ")
 
 
+# What libcuda.so.1 of a driver answers.
+DRIVER = """
+extern "C" int cuDriverGetVersion(int* version) { *version = VERSION; return STATUS; }
+"""
+# The import in a build with CUDA kernels of CUDA 13.0: of the same files, with the stand-in of a driver.
+LOAD_CUDA = """
+import pathlib, sys, warnings
+import torch
+import liger
+from liger._core.op import backend
+from liger._core.runtime import load
+
+torch.version.cuda = torch.version.cuda or "12.6"
+load._library = lambda name: pathlib.Path(sys.argv[1])
+load.torch.ops.liger.build_info = lambda: ["cuda=13.0.88"]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    load.CUDA_LOADED, load.CUDA_REASON = load._load_cuda()
+backend._apply_all(backend._requested)
+print([str(w.message) for w in caught], load.CUDA_REASON, liger.backend_report()["rms_norm"], sep="\\n")
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("version", "status", "too_old"), [(12080, 0, True), (13000, 0, False), (12080, 3, False)]
+)
+def test_a_driver_older_than_the_kernels(tmp_path, version, status, too_old):
+    pytest.importorskip("triton")
+    (tmp_path / "driver.cpp").write_text(DRIVER)
+    defined = (f"-DVERSION={version}", f"-DSTATUS={status}")
+    call("c++", "-shared", "-fPIC", *defined, tmp_path / "driver.cpp", "-o", tmp_path / "libcuda.so.1")
+    (tmp_path / "libliger_cuda.so").write_bytes(b"")
+    output = call(
+        *(sys.executable, "-c", LOAD_CUDA, tmp_path / "libliger_cuda.so"), LD_LIBRARY_PATH=tmp_path
+    )[1]
+    warned, reason, report = output.splitlines()[-3:]
+    if too_old:
+        why = "the NVIDIA driver supports CUDA 12.8, the CUDA kernels need one for CUDA 13.0"
+        assert reason == why and warned == f"['liger: {why}; Triton serves CUDA tensors instead']"
+        assert (
+            report.startswith("{'backend': 'triton', 'reason': 'auto: triton ")
+            and f"not cuda: {why}" in report
+        )
+    else:
+        # It goes on to load the library, which is an empty file here.
+        assert warned == "[]" and reason.startswith("libliger_cuda.so did not load: ")
+
+
 USE_NODES = """
 import torch, liger
 from liger._core.runtime import load

@@ -58,10 +58,9 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
         names = [name.partition("/")[2] for name in archive.getnames()]
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
-        *("CMakeLists.txt", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
-        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
+        *("CMakeLists.txt", "LICENSE", "Makefile", "NOTICE", "PKG-INFO", "README.md", "pyproject.toml"),
+        *("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"),
         *(
-            "benchmarks",
             "cmake",
             "compat",
             "csrc",
@@ -75,6 +74,7 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
         *(["examples"] if any((ROOT / "examples").glob("*")) else []),
         *(".clang-format", ".gitignore", ".pre-commit-config.yaml", "mkdocs.yml"),
     }
+    assert sdist.stat().st_size < 1.5e6
     assert not [name for name in names if re.search(r"\.(so|o|whl|pyc|gz)$|__pycache__", name)]
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*")} <= set(names)
 
@@ -137,6 +137,31 @@ def test_wheel_metadata(wheel):
     assert "liger = liger_cli:main" in entry_points
 
 
+def test_wheel_metadata_for_an_index(wheel):
+    with zipfile.ZipFile(wheel[0]) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode().partition("\n\n")[0]
+        licences = {Path(n).name for n in archive.namelist() if ".dist-info/licenses/" in n}
+    fields = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    assert fields["Author"] == "The liger-ops authors" and fields["License-Expression"] == "BSD-3-Clause"
+    assert fields["Project-URL"].startswith("Repository, https://") and licences == {"LICENSE", "NOTICE"}
+    assert "Classifier: Typing :: Typed" in text
+    # Extras are what a user wants; what a contributor needs is in dependency groups.
+    assert set(re.findall("^Provides-Extra: (.+)$", text, re.M)) == {"demo", "transformers", "triton", "trl"}
+
+
+def test_a_wheel_without_cuda_kernels_by_its_version(tmp_path):
+    how = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--verbose")
+    where = ("-C", f"build-dir={tmp_path / 'build'}", "--wheel-dir", tmp_path)
+    # The setting decides, whatever nvcc and the other variable say.
+    _, log = call(
+        sys.executable, "-m", "pip", "wheel", *how, *where, ROOT, LIGER_CPU_WHEEL=1, LIGER_BUILD_CUDA=1
+    )
+    (path,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"liger_ops-[\d.]+\+cpu-py3-none-linux_\w+\.whl", path.name)
+    assert "CPU and Triton build, without CUDA kernels" in log
+
+
 def test_build_without_cuda_says_so(wheel):
     assert "CPU and Triton build, without CUDA kernels (LIGER_BUILD_CUDA=0)" in wheel[1]
 
@@ -161,7 +186,6 @@ def test_build_requirements_are_met_here_and_agree():
 
 def test_one_version_everywhere():
     places = {
-        "pyproject.toml": r'^version = "(.+)"$',
         "python/liger/__init__.py": r'^__version__ = "(.+)"$',
         "CITATION.cff": r"^version: (.+)$",
     }
@@ -169,10 +193,10 @@ def test_one_version_everywhere():
     assert len(set(found.values())) == 1, found
 
 
-def test_commit_hooks_have_the_versions_of_the_test_extra():
-    hooks, extras = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
+def test_commit_hooks_have_the_versions_of_the_test_group():
+    hooks, settings = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
     for tool in ("ruff", "clang-format", "mypy"):
-        (wanted,) = set(re.findall(rf'"{tool}==([\d.]+)"', extras))
+        (wanted,) = set(re.findall(rf'"{tool}==([\d.]+)"', settings))
         assert set(re.findall(rf'"{tool}==([\d.]+)"', hooks)) == {wanted}, tool
 
 

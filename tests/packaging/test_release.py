@@ -155,7 +155,7 @@ def test_every_architecture_of_a_release_is_recorded():
     from release.kernels import read
 
     settings = (ROOT / "cmake/LigerCuda.cmake").read_text()
-    (archs,) = re.findall(r"^set\(LIGER_DEFAULT_ARCHS (.+)\)$", settings, re.M)
+    (archs,) = re.findall(r"^set\(LIGER_ALL_ARCHS (.+)\)$", settings, re.M)
     recorded = read()
     assert {arch for _, arch in recorded} == set(archs.split())
     # The engine of 9.0 exists there alone; the other kernels are compiled for all.
@@ -186,16 +186,19 @@ def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manyli
 def test_tags_of_a_wheel(tmp_path):
     from release.wheels import Failure, require_tag
 
-    require_tag(a_wheel(tmp_path))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"))
-    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"))
+    require_tag(a_wheel(tmp_path), "0.2.0")
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"), "0.2.0")
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"), "0.2.0")
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"), "0.2.0")
+    # A wheel without CUDA kernels under the name of the one that has them.
+    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0\+cpu-py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path), "0.2.0+cpu")
     renamed = a_wheel(tmp_path, tag="py3-none-linux_x86_64", name="py3-none-manylinux_2_28_x86_64")
     with pytest.raises(Failure, match=r"has the tags \['py3-none-linux_x86_64'\] inside"):
-        require_tag(renamed)
+        require_tag(renamed, "0.2.0")
 
 
 def test_bill_of_materials_of_a_wheel(tmp_path):
@@ -230,6 +233,22 @@ def test_size_budget(tmp_path):
         require_size(path, budget=0)
 
 
+def test_a_library_for_aarch64(tmp_path):
+    from release.wheels import Failure, require_aarch64
+
+    def library(machine, *versions):
+        path = tmp_path / "lib.so"
+        head = b"\x7fELF\2\1".ljust(18, b"\0") + machine.to_bytes(2, "little")
+        path.write_bytes(head + b"".join(b"\0GLIBC_" + v for v in versions) + b"\0GLIBCXX_3.4.21\0")
+        return path
+
+    assert require_aarch64(library(183, b"2.17", b"2.28", b"2.4")) == "glibc 2.28"
+    with pytest.raises(Failure, match=r"needs glibc \(2, 34\), expected 2.28 or older"):
+        require_aarch64(library(183, b"2.17", b"2.34"))
+    with pytest.raises(Failure, match="is no library for aarch64: ELF machine 62"):
+        require_aarch64(library(62, b"2.17"))
+
+
 @pytest.mark.packaging
 def test_a_library_outside_the_stable_abi(tmp_path):
     pytest.importorskip("torch_abi_audit")
@@ -242,7 +261,104 @@ def test_a_library_outside_the_stable_abi(tmp_path):
         require_stable_abi(library)
 
 
-# --- the script ---------------------------------------------------------------------------------------------
+# --- sources and upload -----------------------------------------------------------------------------------
+
+
+def test_sources_of_a_release(tmp_path):
+    from release.stage import stage
+
+    stage(ROOT, tmp_path / "sources", "0.2.0")
+    settings = (tmp_path / "sources/pyproject.toml").read_text()
+    (address,) = re.findall(r'^Repository = "(https://.+/liger-ops)"$', settings, re.M)
+    assert f'Changelog = "{address}/blob/v0.2.0/CHANGELOG.md"\n' in settings
+    readme = (tmp_path / "sources/README.md").read_text()
+    assert f"]({address}/blob/v0.2.0/docs/install.md)" in readme
+    assert f"]({address}/raw/v0.2.0/docs/images/demo.png)" in readme
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", readme))
+
+
+def test_links_become_absolute():
+    from release.stage import absolute_links
+
+    text = "[a](LICENSE#x) ![b](docs/README.md) [c](https://d) [e](#f) `x[0](y)`"
+    assert absolute_links(text, ROOT, "https://h/p", "1") == (
+        "[a](https://h/p/blob/v1/LICENSE#x) ![b](https://h/p/raw/v1/docs/README.md) [c](https://d) [e](#f) `x[0](y)`"
+    )
+
+
+def test_the_address_is_in_one_place():
+    """What is published has the address of pyproject.toml: it may be a placeholder until the repository is
+    known."""
+    (address,) = re.findall(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    pages = [*ROOT.glob("*.*"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.py")]
+    assert [p.name for p in pages if p.is_file() and address in p.read_text()] == ["pyproject.toml"]
+
+
+def test_tag_of_a_release(monkeypatch, tmp_path):
+    import release_check
+    from release.wheels import Failure
+
+    monkeypatch.setattr(release_check, "ROOT", tmp_path)
+    (tmp_path / "python/liger").mkdir(parents=True)
+    (tmp_path / "python/liger/__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "CITATION.cff").write_text("version: 1.2.3\n")
+    (tmp_path / "pyproject.toml").write_text('Repository = "https://h/p"\n')
+    (tmp_path / "CHANGELOG.md").write_text("## 1.2.3, not released yet\n")
+    with pytest.raises(Failure, match=r"expected '## 1\.2\.3, YYYY-MM-DD'"):
+        release_check.check_tag("v1.2.3", "https://h/p")
+    (tmp_path / "CHANGELOG.md").write_text("## 1.2.3, 2026-12-01\n")
+    release_check.check_tag("v1.2.3", "https://h/p")
+    with pytest.raises(Failure, match=r"the tag is v1\.2, the version 1\.2\.3"):
+        release_check.check_tag("v1.2", "https://h/p")
+    with pytest.raises(Failure, match="does not have the address https://h/fork"):
+        release_check.check_tag("v1.2.3", "https://h/fork")
+
+
+def test_actions_are_pinned_by_hash():
+    used = []
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
+        used += re.findall(r"^\s*-?\s*uses: (.+)$", path.read_text(), re.M)
+    assert len(used) >= 10
+    assert not [
+        use for use in used if re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", use) is None
+    ]
+    # One version of each.
+    assert len(set(used)) == len({use.partition("@")[0] for use in used})
+
+
+def a_package(folder):
+    """A wheel of a project named liger-ops with one module."""
+    path = folder / "liger_ops-0.2.0-py3-none-any.whl"
+    info = "liger_ops-0.2.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("rehearsed.py", "")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: liger-ops\nVersion: 0.2.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.packaging
+def test_a_local_index_takes_an_upload_and_serves_it(tmp_path):
+    pytest.importorskip("twine")
+    import release_check
+    from release import local_index
+
+    package = a_package(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    with local_index.serve(tmp_path / "index") as address:
+        with pytest.raises(subprocess.CalledProcessError) as failure:
+            release_check.install(address, "0.2.0", tmp_path / "venv")
+        assert "No matching distribution found for liger-ops==0.2.0" in failure.value.stdout
+        release_check.upload([package], address)
+        assert (tmp_path / "index" / package.name).read_bytes() == package.read_bytes()
+        with pytest.raises(subprocess.CalledProcessError):  # a file cannot be replaced
+            release_check.upload([package], address)
+        release_check.install(address, "0.2.0", tmp_path / "venv")
+    subprocess.run([tmp_path / "venv/bin/python", "-c", "import rehearsed"], check=True)
+
+
+# --- the script -------------------------------------------------------------------------------------------
 
 
 def test_a_failed_step_is_reported_and_the_next_one_runs(capsys):

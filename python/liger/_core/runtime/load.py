@@ -4,6 +4,7 @@ into the torch that they were built for."""
 import ctypes
 import os
 import re
+import warnings
 from importlib.resources import files
 
 import torch
@@ -59,6 +60,28 @@ def _load_schemas():
     torch.ops.load_library(str(path))
 
 
+def _cuda_of_the_driver():
+    """(major, minor) of the newest CUDA version that the NVIDIA driver supports; None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if status else (version.value // 1000, version.value % 1000 // 10)
+
+
+def _driver_is_too_old(built):
+    """Why the driver cannot run kernels of a CUDA version; empty if it can: it runs all of its major
+    version."""
+    driver = _cuda_of_the_driver()
+    needed = int(built.partition(".")[0])
+    if driver is None or driver[0] >= needed:
+        return ""
+    return "the NVIDIA driver supports CUDA {}.{}, the CUDA kernels need one for CUDA {}.0".format(
+        *driver, needed
+    )
+
+
 def _load_cuda():
     """(whether the CUDA kernels are registered, the reason in words)"""
     path = _library("liger_cuda")
@@ -66,6 +89,11 @@ def _load_cuda():
         return False, "this build has no CUDA kernels (no nvcc when it was built, or LIGER_BUILD_CUDA=0)"
     if torch.version.cuda is None:
         return False, "this torch has no CUDA"
+    # The library would load, and its first kernel launch would fail.
+    built = dict(field.split("=", 1) for field in torch.ops.liger.build_info())["cuda"]
+    if reason := _driver_is_too_old(built):
+        warnings.warn(f"liger: {reason}; Triton serves CUDA tensors instead", stacklevel=2)
+        return False, reason
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
