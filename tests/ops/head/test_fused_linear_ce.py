@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, check_op, error, strided_like
+from cases import DTYPES, assert_as_exact_as_torch, check_op, error
 from cross_entropy_reference import (
     ALL_METRICS,
     LARGEST_LSE,
@@ -157,27 +157,6 @@ def test_leading_dimensions(device, shape, reduction):
         assert torch.equal(a.reshape(-1), b.reshape(-1)), field
     output.loss.sum().backward()
     assert x.grad.shape == x.shape
-
-
-def transposed_or_strided(tensor):
-    return tensor.t().contiguous().t() if tensor.dim() == 2 else strided_like(tensor)
-
-
-@pytest.mark.parametrize("make", [strided_like, transposed_or_strided])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_strided_arguments(device, make, reduction):
-    x, weight, bias, target = random_layer(10, 24, 65, device)
-    token_weight, ce_weight = torch.rand(10, device=device), torch.rand(65, device=device)
-    results = []
-    for transform in (lambda t: t, make):
-        strided = [transform(t).detach().requires_grad_() for t in (x, weight, bias)]
-        loss = liger.fused_linear_ce(
-            strided[0], strided[1], transform(target), strided[2], ce_weight=transform(ce_weight),
-            token_weight=transform(token_weight), reduction=reduction,
-        )  # fmt: skip
-        results.append([loss, *torch.autograd.grad(loss.sum(), strided)])
-    for contiguous, strided in zip(*results, strict=True):
-        torch.testing.assert_close(strided, contiguous, rtol=1e-5, atol=1e-6)
 
 
 def test_int32_targets(device):

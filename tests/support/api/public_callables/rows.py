@@ -72,7 +72,7 @@ for _name, _make, _options in (
     (" options", biased_head, _CE_OPTIONS),
     (" chunks", biased_head, _CHUNKS),
     (" none", _head, {"reduction": "none"}),
-    (" weighted", _weighted(_head), _CHUNKS),
+    (" weighted", with_options(_weighted(_head), ce_weight=torch.linspace(0.5, 2.0, VOCAB)), _CHUNKS),
 ):
     add(
         f"fused_linear_ce{_name}",
@@ -126,7 +126,7 @@ def _logprobs(device, dtype):
 for _name, _options in {
     "": {},
     " temperature": {"temperature": 0.7, **_CHUNKS},
-    " entropy": {"metrics": ("entropy",)},
+    " entropy": {"metrics": ("entropy",), "softcap": 4.0},
 }.items():
     add(
         f"fused_linear_logprobs{_name}",
@@ -146,7 +146,9 @@ for _name, _options in {
 add(
     "fused_linear_logprobs lora",
     lambda **given: tuple(liger.fused_linear_logprobs(**given))[:2],
-    with_options(_with_lora(_logprobs, "input"), temperature=0.7, metrics=("entropy",), **_CHUNKS),
+    with_options(
+        _with_lora(_logprobs, "input"), temperature=0.7, softcap=4.0, metrics=("entropy",), **_CHUNKS
+    ),
     "input weight bias lora_a lora_b",
     public="fused_linear_logprobs",
     ignored=lambda given: {"input": given["target"] == IGNORED},
