@@ -56,12 +56,15 @@ def biased_head(device, dtype):
     return _head(device, dtype) | {"bias": normal(device, dtype, VOCAB)}
 
 
-def _weighted(make):
-    """The same with a weight for every token."""
+def _weighted(make, classes=False):
+    """The same with a weight for every token, and one for every class."""
 
     def make_weighted(device, dtype):
         made = make(device, dtype)
-        return made | {"token_weight": torch.rand(made["target"].shape).to(device)}
+        weights = {"token_weight": torch.rand(made["target"].shape).to(device)}
+        if classes:
+            weights["ce_weight"] = torch.rand(VOCAB).to(device)
+        return made | weights
 
     return make_weighted
 
@@ -72,7 +75,7 @@ for _name, _make, _options in (
     (" options", biased_head, _CE_OPTIONS),
     (" chunks", biased_head, _CHUNKS),
     (" none", _head, {"reduction": "none"}),
-    (" weighted", with_options(_weighted(_head), ce_weight=torch.linspace(0.5, 2.0, VOCAB)), _CHUNKS),
+    (" weighted", _weighted(_head, classes=True), _CHUNKS),
 ):
     add(
         f"fused_linear_ce{_name}",
