@@ -29,22 +29,6 @@ def test_logits_without_a_gradient_are_never_written(device, inplace, grad_mode)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_writes_nothing_and_repeats(device, reduction):
-    logits, target = random_logits(8, 33, device)
-    leaf = logits.clone().requires_grad_()
-    version = leaf._version
-    loss = 3 * liger.cross_entropy(leaf, target, reduction=reduction).sum()
-    first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
-    second = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
-    first.zero_()
-    third = torch.autograd.grad(loss, leaf)[0]
-    assert torch.equal(second, third) and second.any()
-    assert torch.equal(leaf, logits) and leaf._version == version
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_kept_for_the_backward(device, dtype, reduction):
     """The gradient or the logits, never both."""
