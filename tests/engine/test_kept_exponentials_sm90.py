@@ -8,15 +8,13 @@ from cases import poison_memory
 from cross_entropy_reference import random_layer
 from cuda_graphs import capture, no_synchronisation
 from logprobs_sm90 import ENTROPY, KEPT, assert_gradients, exact, run, upstream
-from sm90_engine import BESIDE, BFLOAT16, FLOAT16, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
+from sm90_engine import BESIDE, BFLOAT16, DTYPES, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
 from torch.utils.checkpoint import checkpoint
 
 import liger
 from liger._core.head import kept_logits
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 
 
 @ENTROPY

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from public_callables import CASES, arguments, differentiable_outputs
+from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 
 # The clipped ratio is a constant factor of its gradient: the loss is not the antiderivative.
 NOT_EXACT = {"losses.GRPO cispo"}
@@ -16,6 +16,10 @@ def test_gradcheck(name, float64_device):
     assert keys
 
     def results(*tensors):
-        return differentiable_outputs(name, given | dict(zip(keys, tensors, strict=True)))
+        found = differentiable_outputs(name, given | dict(zip(keys, tensors, strict=True)))
+        # Each result alone, and all of them together, which a backward may treat in another way.
+        return *found, weighted_sum(found)
 
-    assert torch.autograd.gradcheck(results, [given[key] for key in keys], fast_mode=True, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.gradcheck(
+        results, [given[key] for key in keys], fast_mode=True, rtol=1e-5, atol=1e-6
+    )
