@@ -5,6 +5,7 @@ import torch
 from cross_entropy_reference import ALL_METRICS, rows_per_chunk
 
 import liger
+from liger._core.runtime.environment import triton_interpreted
 
 TOKENS = 130
 
@@ -76,6 +77,7 @@ def floats(results):
     return [r for r in results if r is not None and r.is_floating_point()]
 
 
+@pytest.mark.skipif(triton_interpreted(), reason="the interpreter runs one block after the other")
 @pytest.mark.parametrize("name", BITS)
 def test_same_bits_twice_and_inputs_untouched(name, device):
     function, shapes = BITS[name]
