@@ -16,8 +16,9 @@ endif
 GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python),python3)
 
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# The op tests: those with Triton kernels of the same name.
-OP_TESTS = $(wildcard $(foreach op,$(notdir $(wildcard triton_kernels/*.py)),tests/ops/test_$(op) tests/ops/*/test_$(op)))
+# The op tests: those with Triton kernels of the same name, and properties of every op.
+OP_TESTS = $(wildcard $(foreach op,$(notdir $(wildcard triton_kernels/*.py)),tests/ops/test_$(op) tests/ops/*/test_$(op))) \
+  $(foreach property,layouts frozen row_ops,tests/properties/test_$(property).py)
 # One file with many minutes of slow tests, which --dist loadfile leaves to one process.
 MODEL_TESTS = tests/transformers/test_transformers_models.py
 # Tests run side by side, one thread each.

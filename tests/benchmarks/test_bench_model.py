@@ -1,10 +1,7 @@
 """The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as
 such."""
 
-import importlib.machinery
 import json
-import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -65,50 +62,6 @@ def test_planned_checkpointing(tmp_path, capsys):
     assert f"{FEWEST} of 2 LlamaDecoderLayer recomputed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text, memory", [("auto", "auto"), ("none", None), ("0.5", 0.5), ("1.5G", 3 << 29)])
-def test_memory_argument(text, memory):
-    assert bench_model._memory(text) == (text, memory)
-
-
-@pytest.mark.parametrize("text", ["60", "much", "0", "-1G"])
-def test_bad_memory_argument(text, capsys):
-    with pytest.raises(SystemExit):
-        bench_model.main(["--self-test", f"--memory={text}"])
-    assert f"'{text}' is not auto, none, a share in (0, 1] or GiB" in capsys.readouterr().err
-
-
-def test_without_checkpointing(capsys):
-    arguments = ["--self-test", "--no-checkpointing", "2x16"]
-    for name in ("transformers", "liger[torch]", "liger[torch], recompute"):
-        arguments += ["--only", name]
-    assert bench_model.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "without checkpointing" in printed
-    assert [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")][1:] == [
-        "| transformers",
-        "| liger[torch]",
-        "| liger[torch], recompute",
-    ]
-
-
-def names_of(printed):
-    return [
-        line.split(" | ")[0].removeprefix("| ") for line in printed.splitlines() if line.startswith("| ")
-    ][1:]
-
-
-def test_recipes_of_decoder_layers(capsys):
-    """Contestants of a Qwen3, whose attention has norms of queries and keys."""
-    wanted = ["transformers", "liger[torch]"]
-    off = ("fused_add_rms_norm", "qk_norm_rope", "fused_add_rms_norm and qk_norm_rope")
-    wanted += [f"liger[torch], without {recipe}" for recipe in off]
-    arguments = [word for name in wanted for word in ("--only", name)]
-    assert bench_model.main(["--self-test", "--size", "qwen3-1.7b", "--recipes", "2x16", *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "# Training steps of a tiny Qwen3's shape" in printed
-    assert names_of(printed) == wanted
-
-
 def test_a_recipe_that_is_off_is_not_used():
     size, kinds = model_sizes.size_of("qwen3-4b", self_test=True), []
     for made in model_contestants.without_recipes(["torch"]):
@@ -130,30 +83,6 @@ def test_sizes_are_those_of_their_models(name):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     billions = {"1b": 1.24, "8b": 8.03, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02}[name]
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
-
-
-@pytest.fixture
-def fake_bitsandbytes(monkeypatch):
-    """Stands in for a package without CPU kernels for this optimizer on every machine."""
-    module = types.ModuleType("bitsandbytes")
-    module.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
-    module.optim = types.SimpleNamespace(AdamW8bit=torch.optim.AdamW)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
-
-
-def test_optimizers(fake_bitsandbytes, capsys):
-    wanted = [
-        "transformers, step in backward",
-        "liger[torch], memory 1G, recompute, step in backward",
-        "transformers, 8-bit AdamW in backward",
-        "liger[torch], 8-bit AdamW in backward",
-    ]
-    arguments = ["--self-test", "2x16", "--memory", "1G", "--optimizer", "in-backward"]
-    arguments += ["--optimizer", "8bit-in-backward", *(word for name in wanted for word in ("--only", name))]
-    assert bench_model.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert names_of(printed) == wanted
-    assert f"- liger[torch], memory 1G, recompute, step in backward: {FEWEST} of 2" in printed
 
 
 def test_no_gradient_is_left_by_steps_in_the_backward():
@@ -178,12 +107,6 @@ def test_no_gradient_is_left_by_steps_in_the_backward():
         assert torch.equal(one, other)
 
 
-def test_an_unknown_contestant_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        bench_model.main(["--self-test", "--only", "liger[torch], recompute"])
-    assert "no contestant" in capsys.readouterr().err
-
-
 def test_a_wrong_loss_is_seen(monkeypatch):
     def spoil(model):
         with torch.no_grad():
@@ -194,21 +117,6 @@ def test_a_wrong_loss_is_seen(monkeypatch):
     assert record["providers"]["spoiled"]["status"] == "wrong"
     assert model_report.verdict(record) is None
     assert "spoiled (WRONG LOSS)" in model_report.markdown({}, [record], "a model")
-
-
-def test_a_failure_is_a_result(monkeypatch):
-    def fail(model):
-        raise RuntimeError("no such kernel\nand more")
-
-    record = measure(
-        monkeypatch, contestant("failing", fail), contestant("absent", needs=("no_such_module",))
-    )
-    assert record["providers"]["failing"]["status"] == "failed"
-    assert record["providers"]["absent"] == {
-        "group": "other", "status": "missing", "reason": "not installed: no_such_module",
-    }  # fmt: skip
-    printed = model_report.markdown({}, [record], "a model")
-    assert "| failing | failed: RuntimeError: no such kernel |" in printed and "absent" not in printed
 
 
 def test_what_a_contestant_replaces_in_the_module_is_its_own(monkeypatch):
@@ -225,14 +133,6 @@ def test_what_a_contestant_replaces_in_the_module_is_its_own(monkeypatch):
     # Two layers, each run again in the backward.
     assert len(calls) == 4 * (TINY.warm_up + TINY.rounds * TINY.burst)
     assert record["providers"]["replacing"]["status"] == record["providers"]["plain"]["status"] == "ok"
-
-
-def test_idle_bytes_count_shared_memory_once():
-    trainee = model_trainee.Trainee(contestant("plain"), TINY, "cpu")
-    trainee.attempt(trainee.build)
-    trainee.attempt(trainee.warm_up, [torch.zeros(1, 8, dtype=torch.int64)])
-    weights = sum(p.nbytes for p in trainee.model.parameters())  # tied ones are listed once
-    assert 3 * weights < trainee.idle_bytes() < 3 * weights + 10_000
 
 
 def test_verdict_compares_with_the_best_of_each():
@@ -256,9 +156,3 @@ def test_verdict_compares_with_the_best_of_each():
     }
     assert model_report.verdict(record) == "mine: 1.250x the tokens/s of fast, 0.500x the memory of small"
     assert model_report.tokens_per_second(record, record["providers"]["mine"]) == 500_000
-
-
-def test_bad_arguments(capsys):
-    with pytest.raises(SystemExit):
-        bench_model.main(["--self-test", "4by8"])
-    assert "'4by8' is not BATCHxTOKENS" in capsys.readouterr().err

@@ -10,17 +10,10 @@ from liger_bench import (
     bench_fused_linear_ce,
     cli,
     harness,
-    plots,
 )
-from liger_bench.candidates import Candidate, ours, selected
 from liger_bench.harness import (
     Options,
 )
-
-
-def double(t):
-    return t["x"] * 2
-
 
 # --- the whole suite, tiny ----------------------------------------------------------------------------------
 
@@ -70,34 +63,12 @@ def test_contests_name_providers_of_the_row(results):
             assert all(record["providers"][name]["group"] == "ours" for name in contest["ours"])
 
 
-def test_files_of_a_run(results):
-    _code, path, result = results
-    text = path.with_suffix(".md").read_text()
-    for record in result["rows"]:
-        assert f"### {record['name']}\n" in text
-    for op in OPS:
-        assert path.with_name(f"run-{op}.png").stat().st_size > 1000
-    assert result["environment"]["torch"] == torch.__version__
-
-
-def test_a_picture_shows_the_whole_pass(results):
-    _code, _path, result = results
-    for op in OPS:
-        records = [record for record in result["rows"] if record["op"] == op]
-        picture = plots.shown(records)
-        whole = [record for record in records if "forward and backward" in record["work"]]
-        assert picture["kind"] == "device" and (not whole or picture in whole)
-
-
 def test_report_is_written_again_from_a_result_file(results):
     _code, path, _result = results
     before = path.with_suffix(".md").read_text()
     path.with_suffix(".md").unlink()
     assert cli.main(["--from", str(path), "--no-plots"]) == 0
     assert path.with_suffix(".md").read_text() == before
-
-
-# --- pieces of the benchmarks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,43 +110,3 @@ def test_ignored_targets():
     assert masked.sum(1).tolist() == [2, 6] * 4 and masked[:, :2].all()
     with pytest.raises(ValueError, match="expected one of"):
         harness.targets(options, 64, 5, "all")
-
-
-def test_small_memory_of_fused_linear_ce():
-    def labels(*head):
-        return {c.name.removeprefix("liger[torch]") for c in bench_fused_linear_ce._small(options, *head)}
-
-    options = Options("cpu", backends=("torch",))
-    assert labels(16384, 4096, 128256) == {bench_fused_linear_ce.SMALL}
-    assert labels(4096, 4096, 128256) == {bench_fused_linear_ce.SMALL, bench_fused_linear_ce.AS_SMALL}
-
-
-def test_plain_torch_takes_part_where_it_was_asked_for_and_in_small_rows():
-    options = Options("cpu", backends=("cuda",))
-    assert [c.name for c in ours(options, double)] == ["liger[cuda]"]
-    assert [c.name for c in ours(options, double, small=True)] == ["liger[cuda]", "liger[torch]"]
-    asked = Options("cpu", backends=("torch",))
-    assert [c.name for c in ours(asked, double, small=True)] == ["liger[torch]"]
-
-
-def test_peers_can_be_chosen():
-    candidates = [
-        Candidate("liger[torch]", double, "ours"),
-        Candidate("quack", double),
-        Candidate("torch eager", double, works=("backward",)),
-    ]
-
-    def names(peers, work):
-        return [c.name for c in selected(Options("cpu", peers=peers), candidates, work)]
-
-    assert names(None, "backward") == ["liger[torch]", "quack", "torch eager"]
-    assert names(None, "forward") == ["liger[torch]", "quack"]
-    assert names(("torch", "liger-kernel"), "backward") == ["liger[torch]", "torch eager"]
-    assert names(("none",), "backward") == ["liger[torch]"]
-
-
-def test_colors_tell_providers_apart_and_ceilings_are_black():
-    names = ["liger[cuda]", "liger-kernel", "liger-kernel CuTe", "three GEMMs", "quack"]
-    assert len({plots.color(name) for name in names}) == len(names)
-    assert plots.color("three GEMMs") == "black"
-    assert plots.color("liger[cuda]") == plots.color("liger[cuda] inplace")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from forked_python import python
 
 from liger_bench import OPS, cli, environment, goals, harness, report, suite, verdict
@@ -152,25 +151,6 @@ def test_a_target_that_cannot_be_told_or_was_not_measured():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["no_such_op", "--self-test"], "unknown op no_such_op, expected some of cross_entropy"),
-        (["--self-test", "--backends", "cuda,rocm"], "unknown backend rocm"),
-        (["--from", "no-such.json"], "no such file: no-such.json"),
-    ],
-)
-def test_bad_arguments(arguments, words, capsys):
-    assert cli.main([*arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([]) == 2
-    assert "no CUDA device; --self-test" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "benchmarks/run.py: ")]
 )
 def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
@@ -178,11 +158,6 @@ def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
     path.write_text(text)
     assert cli.main(["--from", str(path)]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_results_go_to_the_checkout(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert environment.RESULTS == ROOT / "benchmarks/results"
 
 
 def test_a_copy_without_history_has_no_commit(monkeypatch, tmp_path):

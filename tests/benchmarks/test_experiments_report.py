@@ -1,4 +1,4 @@
-"""Tables, pictures and the page of the experiments, from results that are made here."""
+"""Tables and the page of the experiments, from results that are made here."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments import MODULES, ops, pictures, report, results, tables
+from experiments import MODULES, ops, report, results, tables
 
 
 def record(method, order, status="ok", **values):
@@ -63,24 +63,6 @@ def test_the_table_says_where_liger_is_behind():
     best = record("liger, tiled MLP", 1, tokens_per_second=2000.0, peak_bytes=1 << 20)
     assert tables.behind(result_of(record("liger", 1), best, fast, small)).endswith("nowhere in this table.")
     assert "nowhere" in tables.behind(result_of(record("liger", 1), record("liger-kernel", 1)))
-
-
-def test_a_picture_marks_where_memory_runs_out():
-    pytest.importorskip("matplotlib")
-    (figure,) = pictures.training_lines(SOME, "batch").values()
-    for panel in figure.axes:
-        crosses = [line for line in panel.lines if line.get_marker() == "X"]
-        assert [list(line.get_xdata()) for line in crosses] == [[2]]
-        assert crosses[0].get_color() == pictures.COLORS["transformers"]
-        drawn = {line.get_label(): list(line.get_xdata()) for line in panel.lines}
-        assert drawn["liger-ops"] == [1, 2, 4] and drawn["transformers"] == [1]
-
-
-def test_stacked_bars_add_up():
-    pytest.importorskip("matplotlib")
-    figure = pictures.stacked_bars({"a": {"rest": 3.0, "saved": 2.0}, "b": {"rest": 1.0}}, "title", "GiB")
-    tops = [bar.get_y() + bar.get_height() for bar in figure.axes[0].patches]
-    assert max(tops) == 5.0
 
 
 def test_the_page_has_results_between_its_markers(tmp_path):

@@ -149,13 +149,6 @@ def test_providers_take_turns():
     )
 
 
-def test_a_slow_provider_gets_three_rounds_at_least_and_no_more(monkeypatch):
-    monkeypatch.setattr(measure, "SECONDS_PER_PROVIDER", 0.0)
-    count = []
-    measure._in_rounds([measure.Contestant(Provider("a", None))], measure.Cpu(), 9, count.append)
-    assert len(count) == 3
-
-
 def test_preparation_is_not_timed():
     clock = [0.0]
 

@@ -1,7 +1,5 @@
 """Memory over time, as experiment E6 draws it: categories of allocations, from records of torch."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -60,43 +58,6 @@ def test_a_mark_is_behind_the_releases_before_it():
     assert memory.event_index(events, 0, 0) == 0 and memory.event_index(events, 3, 2) == 5
     # Releases that are counted and not complete yet, or complete and not counted.
     assert memory.event_index(events, 2, 9) == 4 and memory.event_index(events, 3, 0) == 5
-
-
-def test_phases_that_are_close_share_a_label():
-    phases = [
-        ["forward", 0],
-        ["loss", 81],
-        ["backward", 82],
-        ["optimizer", 293],
-        ["forward", 293],
-        ["loss", 374],
-    ]
-    assert memory.ticks(phases, 600) == {
-        0: "forward", 81: "loss, backward", 293: "optimizer, forward", 374: "loss",
-    }  # fmt: skip
-    assert memory.ticks([["loss", 0], ["backward", 24]], 600) == {0: "loss", 24: "backward"}
-
-
-def test_labels_of_phases_do_not_overlap():
-    """Those of a step whose loss takes a moment, as drawn."""
-    pytest.importorskip("matplotlib")
-    values = {name: [1 << 30] * 600 for name in memory.CATEGORIES}
-    phases = [
-        ["forward", 0],
-        ["loss", 81],
-        ["backward", 82],
-        ["optimizer", 293],
-        ["forward", 317],
-        ["loss", 374],
-    ]
-    made = memory.figure({"a step": {"bytes": values, "phases": phases, "peak": 7 << 30}}, "title")
-    made.draw_without_rendering()
-    labels = [label for label in made.axes[0].get_xticklabels() if label.get_text()]
-    assert [label.get_text() for label in labels][1] == "loss, backward"
-    # Along the axis, text at 60 degrees takes its height over the sine.
-    points = [label.get_transform().transform((label.get_position()[0], 0))[0] for label in labels]
-    height = labels[0].get_fontsize() * made.dpi / 72
-    assert min(b - a for a, b in itertools.pairwise(points)) > height / 0.87
 
 
 def test_a_long_timeline_keeps_its_peak():
@@ -158,10 +119,3 @@ def test_steps_of_a_model(device, fused):
         peaks[kind] = max(line["bytes"]["lm_head and loss"])
     logits = 4 * 64 * 4096 * 4
     assert peaks["patched"] < logits / 2 < 2 * logits <= peaks["plain"]
-
-
-def test_a_picture_has_a_panel_for_each_run():
-    pytest.importorskip("matplotlib")
-    line = timeline((1, 10, 5), (-1, 10, 5), marks=[("forward", 0)])
-    figure = memory.figure({"before": line, "after": line}, "title")
-    assert [panel.get_title("left") for panel in figure.axes] == ["before: 0.00 MiB", "after: 0.00 MiB"]

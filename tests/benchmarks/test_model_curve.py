@@ -69,9 +69,3 @@ def test_one_picture_is_of_one_number_of_ranks(result, tmp_path, capsys):
     with pytest.raises(SystemExit):
         model_curve.main(["4x16", str(result), str(other), "--output", str(tmp_path / "curve.png")])
     assert "results of [1, 2] ranks in one picture" in capsys.readouterr().err
-
-
-def test_no_such_shape(result, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        model_curve.main(["8x16", str(result), "--output", str(tmp_path / "curve.png")])
-    assert "no result of 8x16" in capsys.readouterr().err

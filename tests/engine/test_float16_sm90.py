@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import strided_like
-from cross_entropy_reference import options
 from cuda_graphs import capture
 from float16_rule import LARGEST_SUM_EXPONENT, MAX_ROW_SUM, references, row_sums, sampled
 from sm90_engine import (
@@ -27,7 +26,6 @@ from sm90_engine import (
     exact,
     gradient_tolerance,
     run,
-    uses_the_engine,
 )
 from torch.nn.functional import linear
 
@@ -67,18 +65,6 @@ def test_every_kind_of_plan(sm90, name):
 @KINDS
 def test_reductions_and_what_is_trained(sm90, shape, reduction, trained):
     check(shape, *layer(shape, sm90), trained, reduction=reduction)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["class weights", "token weights", "ignore_index", "z-loss", "denominator", "z-loss and class weights"],
-)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_option(sm90, name, reduction):
-    chosen = options(name, BESIDE.rows, BESIDE.vocab, sm90, reduction)
-    x, weight, target = layer(BESIDE, sm90)
-    target[target == -100] = chosen.get("ignore_index", -100)
-    check(BESIDE, x, weight, target, **chosen)
 
 
 @pytest.mark.parametrize("name", SOME_TERMS)
@@ -311,12 +297,6 @@ def test_a_graph_fits_other_inputs(sm90, shape):
             tensor.copy_(value)
         graph.replay()
         assert_same_bits([captured, run(shape, *static)])
-
-
-@pytest.mark.parametrize("generic", [False, True])
-def test_the_kernels_are_those_of_the_engine(sm90, generic):
-    x, weight, target = layer(SUMS, sm90)
-    assert uses_the_engine(lambda: run(SUMS, x, weight, target, generic=generic)) is not generic
 
 
 def test_log_probabilities_of_float16_use_its_gemms(sm90):

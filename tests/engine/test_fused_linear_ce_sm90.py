@@ -11,6 +11,7 @@ from cuda_graphs import capture
 from sm90_engine import (
     BESIDE,
     BFLOAT16,
+    DTYPES,
     GRADIENT,
     KINDS,
     MIB,
@@ -53,9 +54,10 @@ def test_reductions(sm90, shape, reduction):
     ["class weights", "token weights", "ignore_index", "z-loss", "denominator", "z-loss and class weights"],
 )
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_option(sm90, name, reduction):
+@DTYPES
+def test_every_option(sm90, dtype, name, reduction):
     chosen = options(name, BESIDE.rows, BESIDE.vocab, sm90, reduction)
-    x, weight, target = BESIDE.layer(sm90)
+    x, weight, target = BESIDE.layer(sm90, dtype=dtype)
     target[target == -100] = chosen.get("ignore_index", -100)
     check(BESIDE, x, weight, target, **chosen)
 
@@ -309,8 +311,9 @@ def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(sm90, shape, r
 
 
 @pytest.mark.parametrize("generic", [False, True])
-def test_the_kernels_are_those_of_the_engine(sm90, generic):
-    x, weight, target = SUMS.layer(sm90)
+@DTYPES
+def test_the_kernels_are_those_of_the_engine(sm90, dtype, generic):
+    x, weight, target = SUMS.layer(sm90, dtype=dtype)
     assert uses_the_engine(lambda: run(SUMS, x, weight, target, generic=generic)) is not generic
 
 

@@ -9,14 +9,13 @@ from cases import strided_like
 from cuda_graphs import capture
 from float16_rule import sampled
 from logprobs_sm90 import ENTROPY, KEPT, run, upstream
-from sm90_engine import BESIDE, FLOAT16, MIB, PARTIAL_SUMS, SHAPES, SUMS, Shape
+from sm90_engine import BESIDE, FLOAT16, MIB, SHAPES, SUMS, Shape
 from test_logprob_metrics_sm90 import METRICS, assert_exact
 from test_logprob_metrics_sm90 import run as run_metrics
 from test_logprobs_float16_sm90 import KINDS, layer
 from torch.nn.functional import linear
 
 import liger
-from liger._core.head import kept_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -88,18 +87,6 @@ def test_the_backward_can_run_again(sm90, shape, entropy):
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(asked), strict=True))
 
 
-def test_the_budget_decides(sm90, calls):
-    x, weight, target = layer(BESIDE, sm90)
-    x.requires_grad_()
-    needed = kept_logits.exponentials_bytes(BESIDE.rows, BESIDE.vocab)
-    for budget, recompute, kept in ((None, None, True), (needed - 1, None, False), (needed, True, False)):
-        calls.clear()
-        liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.7, memory_budget=budget, recompute=recompute
-        ).sum().backward()
-        assert calls == [("forward", kept), ("backward", kept)]
-
-
 @ENTROPY
 def test_memory(sm90, entropy):
     """Exponentials of 500 MiB between forward and backward, and 1.3 MiB of shifts during each."""
@@ -150,22 +137,3 @@ def test_a_graph_fits_other_inputs(sm90, shape, entropy, recompute):
         graph.replay()
         _, expected = run(shape, *static, grads, **arguments)
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
-
-
-@pytest.mark.parametrize("shape", [BESIDE, PARTIAL_SUMS], ids=["one chunk", "partial tiles"])
-def test_compiled(sm90, calls, shape):
-    x, weight, target = layer(shape, sm90)
-    grads = upstream(shape, sm90, True)
-
-    def function(x, weight, target):
-        return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.7, metrics=("entropy",), recompute=False
-        )
-
-    results = []
-    for f in (function, torch.compile(function, fullgraph=True, dynamic=True)):
-        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy, _ = f(*leaves, target)
-        results.append(torch.autograd.grad((logprobs, entropy), leaves, grads))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert calls == [("forward", True), ("backward", True)] * 2

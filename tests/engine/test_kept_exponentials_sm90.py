@@ -9,7 +9,7 @@ from cases import poison_memory
 from cross_entropy_reference import random_layer
 from cuda_graphs import capture, no_synchronisation
 from logprobs_sm90 import ENTROPY, KEPT, assert_gradients, exact, run, upstream
-from sm90_engine import BESIDE, BFLOAT16, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
+from sm90_engine import BESIDE, BFLOAT16, DTYPES, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
 from torch.utils.checkpoint import checkpoint
 
 import liger
@@ -46,9 +46,10 @@ def test_the_backward_can_run_again(sm90, shape, entropy):
         gradients()
 
 
+@DTYPES
 @pytest.mark.parametrize("shape", [BESIDE, PARTIAL_SUMS], ids=["one chunk", "partial tiles"])
-def test_compiled(sm90, calls, shape):
-    x, weight, target = shape.layer(sm90)
+def test_compiled(sm90, calls, shape, dtype):
+    x, weight, target = shape.layer(sm90, dtype=dtype)
     grads = upstream(shape, sm90, True)
 
     def function(x, weight, target):
@@ -116,8 +117,9 @@ def test_no_second_derivative(sm90):
 LARGE = Shape(4096, 2048, 64000)
 
 
-def test_the_budget_decides(sm90, calls):
-    x, weight, target = BESIDE.layer(sm90)
+@DTYPES
+def test_the_budget_decides(sm90, calls, dtype):
+    x, weight, target = BESIDE.layer(sm90, dtype=dtype)
     x.requires_grad_()
     needed = kept_logits.exponentials_bytes(BESIDE.rows, BESIDE.vocab)
     for budget, recompute, kept in (

@@ -1,8 +1,6 @@
 """fused_linear_logprobs in float16 on the engine of compute capability 9.0, with kept exponentials and
 without: range rules and gradients of entropies, against float64."""
 
-import math
-
 import pytest
 import torch
 from float16_rule import LARGEST_SUM_EXPONENT, MAX_ROW_SUM, references, row_sums, sampled
@@ -13,7 +11,6 @@ from sm90_engine import (
     FLOAT16,
     PARTIAL_SUMS,
     ROWS,
-    SHAPES,
     SUMS,
     uses_the_engine,
 )
@@ -37,65 +34,6 @@ def assert_close(actual, expected, entropy, factor=1.0):
         assert a.dtype == FLOAT16 and a.isfinite().all(), name
         error, most = ((a.double() - b).norm() / b.norm()).item(), factor * tolerance_of(b, FLOAT16, entropy)
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
-
-
-# --- shapes and options -------------------------------------------------------------------------------------
-
-
-@KEPT
-@ENTROPY
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(sm90, calls, name, temperature, entropy, recompute):
-    shape = SHAPES[name]
-    check(shape, *layer(shape, sm90), entropy, temperature=temperature, recompute=recompute)
-    plain = temperature == 1.0 and recompute
-    own = [("forward", False)] if not plain else []
-    own += [("backward", False)] if not plain or entropy else []
-    assert calls == ([("forward", True), ("backward", True)] if not recompute else own)
-
-
-@KEPT
-@ENTROPY
-@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=str)
-@KINDS
-def test_only_what_is_trained(sm90, shape, entropy, trained, recompute):
-    check(shape, *layer(shape, sm90), entropy, trained, 0.7, recompute=recompute)
-
-
-@KEPT
-@ENTROPY
-@KINDS
-def test_ignored_rows_may_hold_anything(sm90, shape, entropy, recompute):
-    x, weight, target = layer(shape, sm90, ignored=0.6)
-    x[target == -100] = math.nan
-    check(shape, x, weight, target, entropy, temperature=0.7, recompute=recompute)
-
-
-@KEPT
-@pytest.mark.parametrize("valid", [0, 1, 63, 64, 65, 129])
-def test_few_valid_rows(sm90, valid, recompute):
-    x, weight, target = layer(BESIDE, sm90, ignored=0.0)
-    target[torch.randperm(BESIDE.rows, device=sm90)[valid:]] = -100
-    if valid:
-        check(BESIDE, x, weight, target, True, temperature=0.7, recompute=recompute)
-        return
-    grads = upstream(BESIDE, sm90, True)
-    found, actual = run(BESIDE, x, weight, target, grads, temperature=0.7, recompute=recompute)
-    assert not any(t.any() for t in (found.logprobs, found.entropy, *actual)) and (found.argmax == -1).all()
-
-
-@KEPT
-@pytest.mark.parametrize("bad", [-1, "classes"])
-def test_targets_out_of_range(sm90, bad, recompute):
-    """Their rows are NaN, and the gradient of the weight."""
-    x, weight, target = layer(BESIDE, sm90)
-    live = torch.nonzero(target != -100)[:, 0]
-    target[live[5]] = BESIDE.vocab if bad == "classes" else bad
-    grads = upstream(BESIDE, sm90, True)
-    found, (grad_x, grad_weight) = run(BESIDE, x, weight, target, grads, temperature=0.7, recompute=recompute)
-    assert grad_x[live[5]].isnan().all() and found.logprobs[live[5]].isnan()
-    assert grad_x[live[6:]].isfinite().all() and grad_weight.isnan().any()
 
 
 # --- the range of exponentials ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from logprobs_sm90 import ENTROPY, KEPT, WITH_ENTROPY, check, exact, run, upstream
-from sm90_engine import BESIDE, GRADIENT, KINDS, ROWS, SHAPES, SUMS
+from sm90_engine import BESIDE, DTYPES, GRADIENT, KINDS, ROWS, SHAPES, SUMS
 
 pytestmark = pytest.mark.gpu
 
@@ -17,10 +17,11 @@ TRAINED = pytest.mark.parametrize("trained", [(True, True), (True, False), (Fals
 @ENTROPY
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(sm90, calls, name, temperature, entropy, recompute):
+@DTYPES
+def test_every_kind_of_plan(sm90, dtype, calls, name, temperature, entropy, recompute):
     """One chunk and several, partial tiles, split-K; the budget of the shape cuts gradients of entropies."""
     shape = SHAPES[name]
-    check(shape, *shape.layer(sm90), entropy, temperature=temperature, recompute=recompute)
+    check(shape, *shape.layer(sm90, dtype=dtype), entropy, temperature=temperature, recompute=recompute)
     # At temperature 1, log-probabilities that are computed again take the path of fused_linear_ce.
     plain = temperature == 1.0 and recompute
     own = [("forward", False)] if not plain else []
@@ -32,8 +33,9 @@ def test_every_kind_of_plan(sm90, calls, name, temperature, entropy, recompute):
 @TRAINED
 @ENTROPY
 @KINDS
-def test_only_what_is_trained(sm90, shape, entropy, trained, recompute):
-    check(shape, *shape.layer(sm90), entropy, trained, 0.7, recompute=recompute)
+@DTYPES
+def test_only_what_is_trained(sm90, dtype, shape, entropy, trained, recompute):
+    check(shape, *shape.layer(sm90, dtype=dtype), entropy, trained, 0.7, recompute=recompute)
 
 
 @KEPT
@@ -58,16 +60,18 @@ def test_frequent_classes(sm90, shape, entropy, recompute):
 @KEPT
 @ENTROPY
 @KINDS
-def test_ignored_rows_may_hold_anything(sm90, shape, entropy, recompute):
-    x, weight, target = shape.layer(sm90, ignored=0.6)
+@DTYPES
+def test_ignored_rows_may_hold_anything(sm90, dtype, shape, entropy, recompute):
+    x, weight, target = shape.layer(sm90, dtype=dtype, ignored=0.6)
     x[target == -100] = math.nan
     check(shape, x, weight, target, entropy, temperature=0.7, recompute=recompute)
 
 
 @KEPT
 @pytest.mark.parametrize("valid", [0, 1, 63, 64, 65, 129])
-def test_few_valid_rows(sm90, valid, recompute):
-    x, weight, target = BESIDE.layer(sm90, ignored=0.0)
+@DTYPES
+def test_few_valid_rows(sm90, dtype, valid, recompute):
+    x, weight, target = BESIDE.layer(sm90, dtype=dtype, ignored=0.0)
     target[torch.randperm(BESIDE.rows, device=sm90)[valid:]] = -100
     if valid:
         check(BESIDE, x, weight, target, True, temperature=0.7, recompute=recompute)
@@ -95,9 +99,10 @@ def test_targets_far_below_the_largest_logit(sm90, shape, entropy, recompute):
 
 @KEPT
 @pytest.mark.parametrize("bad", [-1, "classes"])
-def test_targets_out_of_range(sm90, bad, recompute):
+@DTYPES
+def test_targets_out_of_range(sm90, dtype, bad, recompute):
     """Their rows are NaN, and the gradient of the weight."""
-    x, weight, target = BESIDE.layer(sm90)
+    x, weight, target = BESIDE.layer(sm90, dtype=dtype)
     live = torch.nonzero(target != -100)[:, 0]
     target[live[5]] = BESIDE.vocab if bad == "classes" else bad
     grads = upstream(BESIDE, sm90, True)

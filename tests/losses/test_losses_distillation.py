@@ -318,18 +318,6 @@ def test_ignored_tokens_may_hold_anything(device, name, budget):
         torch.testing.assert_close(by_logits, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", DISTANCES)
-def test_default_dtype(device, name):
-    tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
-    expected = with_gradients(lambda t: call(name, module, t), tensors)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = with_gradients(lambda t: call(name, module, t), tensors)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_public_names():
     for name in ("JSD", "KLDiv", "CosineSimilarity", "TopK"):
         assert issubclass(getattr(liger.losses, f"FusedLinear{name}Loss"), losses.DistillationLoss)

@@ -18,11 +18,17 @@ def bits(tensor):
 
 
 def backward(name, given):
-    """The gradients of the results, kept for a second time."""
+    """The gradients of the results, twice: what is done to the first ones does not change the second."""
     loss = weighted_sum([r for r in outputs(name, given) if r.requires_grad])
     wanted = [given[key] for key in CASES[name].differentiable if given[key].requires_grad]
-    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    returned = torch.autograd.grad(loss, wanted, retain_graph=True)
+    first = [grad.clone() for grad in returned]
+    for grad in returned:
+        grad.zero_()
     second = torch.autograd.grad(loss, wanted)
+    if CASES[name].loss:
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(loss, wanted)
     return first, second
 
 

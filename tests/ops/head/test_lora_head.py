@@ -164,27 +164,6 @@ def test_logprobs_against_float64(device, dtype, options, budget):
             assert (mine - exact).abs().max() < 1e-5
 
 
-def test_gradcheck():
-    tensors, target = make("cpu", torch.float64)
-    tensors[0], target = tensors[0][:5], target[:5]
-
-    def both(*inputs):
-        positional, keywords = given(inputs)
-        out = liger.fused_linear_logprobs(
-            *positional,
-            target,
-            temperature=0.8,
-            softcap=4.0,
-            metrics=("entropy",),
-            memory_budget=640,
-            **keywords,
-        )
-        loss = liger.fused_linear_ce(*positional, target, label_smoothing=0.1, memory_budget=640, **keywords)
-        return out.logprobs, out.entropy, loss
-
-    torch.autograd.gradcheck(both, leaves(tensors), fast_mode=True)
-
-
 # --- both ---------------------------------------------------------------------------------------------------
 
 
@@ -197,19 +176,6 @@ def summed_logprobs(x, weight, target, **keywords):
 
 
 BOTH = pytest.mark.parametrize("function", [ce, summed_logprobs])
-
-
-@BOTH
-@pytest.mark.parametrize("index", range(5))
-def test_only_what_needs_a_gradient(device, function, index):
-    tensors, target = make(device)
-    every = leaves(tensors)
-    positional, keywords = given(every)
-    wanted = torch.autograd.grad(function(*positional, target, **keywords), every)[index]
-    alone = leaves(tensors, trained=[i == index for i in range(5)])
-    positional, keywords = given(alone)
-    (found,) = torch.autograd.grad(function(*positional, target, **keywords), alone[index])
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @BOTH
@@ -269,17 +235,6 @@ def test_ignored_rows_have_no_products(monkeypatch):
     positional, keywords = given(tensors)
     liger.fused_linear_ce(*positional, target, **keywords)
     assert rows == [3]
-
-
-@BOTH
-def test_the_gradients_may_be_computed_twice(device, function):
-    tensors, target = make(device)
-    inputs = leaves(tensors)
-    positional, keywords = given(inputs)
-    total = function(*positional, target, **keywords, memory_budget=480)
-    first = torch.autograd.grad(total, inputs, retain_graph=True)
-    for mine, other in zip(first, torch.autograd.grad(total, inputs), strict=True):
-        assert torch.equal(mine, other)
 
 
 @BOTH

@@ -222,19 +222,6 @@ def test_losses_in_float64(name):
     )
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_default_dtype(device, name):
-    student, teacher = make(device, 6, 40)
-    one = torch.ones((), device=device)
-    expected = with_gradient(lambda s: ours(name, s, teacher), student, one)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = with_gradient(lambda s: ours(name, s, teacher), student, one)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [False, True])
 def test_most_classes_in_rows_that_lie_differently(ignored):

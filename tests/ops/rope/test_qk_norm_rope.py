@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op, far_apart, forward_backward, strided_like
+from cases import DTYPES, check_op, far_apart, forward_backward
 from errors import error_about
 
 import liger
@@ -169,30 +169,6 @@ def test_unsqueeze_dim_2(device):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [strided_like, torch.Tensor.contiguous, lambda t: t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)],
-    ids=["every second element", "contiguous", "transposed"],
-)
-@pytest.mark.parametrize("dim", [64, 34])
-def test_strides(device, make, dim):
-    inputs = inputs_of(device, torch.float32, 3, 4, 2, 5, dim)
-    table = tables(device, torch.float32, 5, dim)
-    run = lambda *t: liger.qk_norm_rope(*t, *table)  # noqa: E731
-    outputs, _ = forward_backward(run, inputs)
-    upstream = [torch.randn_like(x) for x in outputs]
-    results = []
-    for transform in (lambda t: t, make):
-        q, k = (transform(t).detach().requires_grad_() for t in inputs[:2])
-        weights = [t.clone().requires_grad_() for t in inputs[2:]]
-        outs = run(q, k, *weights)
-        results.append(
-            [*outs, *torch.autograd.grad(outs, [q, k, *weights], [transform(g) for g in upstream])]
-        )
-    for plain, strided in zip(*results, strict=True):
-        torch.testing.assert_close(strided, plain, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("q_shape", "k_shape"),
     [
         ((2, 0, 3, 8), (2, 2, 3, 8)),
@@ -213,37 +189,6 @@ def test_empty(device, q_shape, k_shape):
     assert q.grad.shape == q.shape and k.grad.shape == k.shape
     assert torch.equal(w.grad, torch.zeros_like(w))
     assert (v.grad != 0).all() == (k.numel() > 0) or dim == 0
-
-
-@pytest.mark.parametrize("wanted", [{0}, {1}, {2}, {3}, {0, 3}, {1, 2}], ids=str)
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
-def test_frozen_and_unused_parts(device, wanted, used):
-    inputs = inputs_of(device, torch.float32, 2, 4, 2, 5, 64)
-    table = tables(device, torch.float32, 5, 64)
-
-    def grads(wanted):
-        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
-        outputs = liger.qk_norm_rope(*leaves, *table)
-        parts = [outputs[i].square().sum() for i in used if outputs[i].requires_grad]
-        if parts:
-            sum(parts).backward()
-        return [leaf.grad for leaf in leaves]
-
-    for i, (grad, full) in enumerate(zip(grads(wanted), grads({0, 1, 2, 3}), strict=True)):
-        assert (grad is not None) == (i in wanted and i % 2 in used)
-        assert grad is None or torch.equal(grad, full)
-
-
-def test_same_bits_twice_and_inputs_untouched(device):
-    leaves = [t.requires_grad_() for t in inputs_of(device, torch.float32, 2, 6, 2, 70, 128)]
-    table = tables(device, torch.float32, 70, 128)
-    before, versions = [t.detach().clone() for t in leaves], [t._version for t in leaves]
-    outputs = liger.qk_norm_rope(*leaves, *table)
-    upstream = [torch.randn_like(o) for o in outputs]
-    first = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(outputs, leaves, upstream), strict=True):
-        assert torch.equal(a, b)
-    assert all(map(torch.equal, leaves, before)) and [t._version for t in leaves] == versions
 
 
 @pytest.mark.parametrize("rotary", [4, 2])

@@ -93,6 +93,7 @@ PARTS = Shape(256, 256, 16384)
 PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
 # A hidden size that is no multiple of 256, and a vocabulary that is none of 128.
 PARTIAL_SUMS = Shape(1900, 320, 1153, MIB)
+DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 KINDS = pytest.mark.parametrize(
     "shape",
     [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS],

@@ -56,12 +56,15 @@ def biased_head(device, dtype):
     return _head(device, dtype) | {"bias": normal(device, dtype, VOCAB)}
 
 
-def _weighted(make):
-    """The same with a weight for every token."""
+def _weighted(make, classes=False):
+    """The same with a weight for every token, and one for every class."""
 
     def make_weighted(device, dtype):
         made = make(device, dtype)
-        return made | {"token_weight": torch.rand(made["target"].shape).to(device)}
+        weights = {"token_weight": torch.rand(made["target"].shape).to(device)}
+        if classes:
+            weights["ce_weight"] = torch.rand(VOCAB).to(device)
+        return made | weights
 
     return make_weighted
 
@@ -72,7 +75,7 @@ for _name, _make, _options in (
     (" options", biased_head, _CE_OPTIONS),
     (" chunks", biased_head, _CHUNKS),
     (" none", _head, {"reduction": "none"}),
-    (" weighted", _weighted(_head), _CHUNKS),
+    (" weighted", _weighted(_head, classes=True), _CHUNKS),
 ):
     add(
         f"fused_linear_ce{_name}",
@@ -126,7 +129,7 @@ def _logprobs(device, dtype):
 for _name, _options in {
     "": {},
     " temperature": {"temperature": 0.7, **_CHUNKS},
-    " entropy": {"metrics": ("entropy",)},
+    " entropy": {"metrics": ("entropy",), "softcap": 4.0},
 }.items():
     add(
         f"fused_linear_logprobs{_name}",
@@ -146,7 +149,9 @@ for _name, _options in {
 add(
     "fused_linear_logprobs lora",
     lambda **given: tuple(liger.fused_linear_logprobs(**given))[:2],
-    with_options(_with_lora(_logprobs, "input"), temperature=0.7, metrics=("entropy",), **_CHUNKS),
+    with_options(
+        _with_lora(_logprobs, "input"), temperature=0.7, softcap=4.0, metrics=("entropy",), **_CHUNKS
+    ),
     "input weight bias lora_a lora_b",
     public="fused_linear_logprobs",
     ignored=lambda given: {"input": given["target"] == IGNORED},

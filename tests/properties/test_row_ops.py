@@ -1,0 +1,137 @@
+"""Of every op of rows: the same bits in every run, also of sums over several blocks, and calls without
+rows."""
+
+import pytest
+import torch
+from cross_entropy_reference import ALL_METRICS, rows_per_chunk
+
+import liger
+from liger._core.runtime.environment import triton_interpreted
+
+TOKENS = 130
+
+
+def rotated(function):
+    """An op of queries and keys (batch, heads, tokens, dim), with tables."""
+
+    def call(q, k, *weights):
+        angle = torch.linspace(0, 3, q.shape[2] * q.shape[3] // 2, device=q.device)
+        angle = angle.view(1, q.shape[2], -1).repeat(1, 1, 2)
+        return function(q, k, *weights, angle.cos(), angle.sin())
+
+    return call
+
+
+def target_of(x, classes, ignored):
+    target = torch.arange(len(x), device=x.device) % classes
+    target[: int(ignored * len(x))] = -100
+    return target
+
+
+def cross_entropy(logits):
+    target = target_of(logits, logits.shape[1], 0.1)
+    return liger.cross_entropy(logits, target, label_smoothing=0.1, lse_square_scale=1e-3, **ALL_METRICS)
+
+
+def linear_ce(ignored):
+    def call(x, weight, bias):
+        target = target_of(x, len(weight), ignored)
+        return liger.fused_linear_ce(
+            x, weight, target, bias, memory_budget=rows_per_chunk(32, weight), **ALL_METRICS
+        )
+
+    return call
+
+
+def group_norm(x, weight, bias):
+    return liger.group_norm(x, 2, weight, bias)
+
+
+def gated_norm(group_size):
+    return lambda x, gate, weight: liger.rms_norm_gated(x, gate, weight, group_size=group_size)
+
+
+ROW, LAYER = (TOKENS, 512), [(TOKENS, 16), (300, 16), (300,)]
+BITS = {
+    "softmax of one warp": (liger.softmax, [(9, 64)]),
+    "softmax of one block": (liger.softmax, [(9, 1000)]),
+    "softmax of long rows": (liger.softmax, [(9, 70000)]),
+    "relu_squared": (liger.relu_squared, [ROW]),
+    "swiglu": (liger.swiglu, [ROW, ROW]),
+    "swiglu_packed": (liger.swiglu_packed, [(TOKENS, 1024)]),
+    "geglu": (liger.geglu, [ROW, ROW]),
+    "geglu_packed": (liger.geglu_packed, [(TOKENS, 1024)]),
+    "rms_norm": (liger.rms_norm, [ROW, (512,)]),
+    "rms_norm_gated": (gated_norm(128), [ROW, ROW, (512,)]),
+    "layer_norm": (liger.layer_norm, [ROW, (512,), (512,)]),
+    "group_norm": (lambda x, *p: liger.group_norm(x, 8, *p), [(9, 32, 50), (32,), (32,)]),
+    "rope": (rotated(liger.rope), [(2, 4, 9, 64), (2, 2, 9, 64)]),
+    "qk_norm_rope": (rotated(liger.qk_norm_rope), [(2, 6, 70, 128), (2, 2, 70, 128), (128,), (128,)]),
+    "cross_entropy": (cross_entropy, [(TOKENS, 1000)]),
+    "fused_linear_ce": (linear_ce(0.0), LAYER),
+    "fused_linear_ce, half ignored": (linear_ce(0.5), LAYER),
+}
+
+
+def floats(results):
+    results = results if isinstance(results, tuple) else (results,)
+    return [r for r in results if r is not None and r.is_floating_point()]
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="the interpreter runs one block after the other")
+@pytest.mark.parametrize("name", BITS)
+def test_same_bits_twice_and_inputs_untouched(name, device):
+    function, shapes = BITS[name]
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    before, versions = [t.detach().clone() for t in inputs], [t._version for t in inputs]
+    runs, upstream = [], None
+    for _ in range(2):
+        results = floats(function(*inputs))
+        trained = [r for r in results if r.requires_grad]
+        upstream = upstream or [torch.randn_like(r) for r in trained]
+        for keep in (True, False):
+            runs.append([*results, *torch.autograd.grad(trained, inputs, upstream, retain_graph=keep)])
+    for first, *others in zip(*runs, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+    assert all(map(torch.equal, inputs, before)) and [t._version for t in inputs] == versions
+
+
+def of_rows(function, *parameters):
+    """Shapes without rows and without columns, of x and of what has one number per column."""
+    return [
+        (function, [shape if p == "x" else shape[-1:] for p in ("x", *parameters)])
+        for shape in ((0, 16), (2, 0, 16), (3, 0))
+    ]
+
+
+def written(function):
+    return lambda *inputs: function(*(t * 1 for t in inputs), inplace=True)
+
+
+EMPTY = [
+    *of_rows(liger.softmax),
+    *of_rows(liger.relu_squared),
+    *of_rows(liger.rms_norm, "weight"),
+    *of_rows(liger.layer_norm, "weight", "bias"),
+    *of_rows(gated_norm(None), "x", "weight"),
+    *of_rows(gated_norm(4), "x", "weight"),
+    *((group_norm, [shape, shape[1:2], shape[1:2]]) for shape in ((0, 4, 3), (2, 4, 0), (2, 0, 3))),
+]
+for _op in (liger.swiglu, liger.geglu):
+    EMPTY += [*of_rows(_op, "x"), *of_rows(written(_op), "x"), (_op, [(0,), (0,)])]
+EMPTY_PACKED = []
+for _op in (liger.swiglu_packed, liger.geglu_packed):
+    EMPTY_PACKED += [*of_rows(_op), *of_rows(written(_op)), (_op, [(0,)])]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "halves"),
+    [*((*case, 1) for case in EMPTY), *((*case, 2) for case in EMPTY_PACKED)],
+)
+def test_without_rows(function, shapes, halves, device):
+    x, *_ = inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    y = function(*inputs)
+    assert y.shape == (x.shape if halves == 1 else (*x.shape[:-1], x.shape[-1] // 2))
+    y.sum().backward()
+    for tensor in inputs:
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
