@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark suite: ``python benchmarks/run.py --help``, and docs/lab/README.md."""
 
 import sys

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # The library with autograd nodes in C++ (csrc/autograd), built against the full C++ API of a torch version.
 
 option(LIGER_BUILD_AUTOGRAD "Autograd nodes in C++ for the torch that is built with" ON)

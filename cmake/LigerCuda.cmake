@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # Whether to build the CUDA kernels, and for which architectures.
 #
 #   LIGER_BUILD_CUDA   auto (default): build them where nvcc is found; 1: nvcc is required; 0: leave them out

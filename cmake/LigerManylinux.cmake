@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # Wheels for manylinux_2_28, also from a later system.
 #
 # A library needs the versions of glibc's symbols that were current where it was linked. With LIGER_MANYLINUX_2_28 the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # Compiler settings shared by every target, and the install rule.
 
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # A software bill of materials in .dist-info/sboms (PEP 770): what the libraries contain beside this project's own code.
 # Without time and serial number, so that two builds are identical.
 

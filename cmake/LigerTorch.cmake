@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+
 # torch's headers and libraries, straight from the torch that the build Python would import.
 #
 # find_package(Torch) is avoided on purpose: it fails on a CUDA torch without nvcc, overrides the architecture list and

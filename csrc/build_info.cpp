@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // liger::build_info: how the two libraries were built. The other ops do not depend on it.
 #include <torch/csrc/stable/library.h>
 

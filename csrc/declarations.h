@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Ops that are declared: two or more schemas and one line of shapes. The argument checks
 // (host/checks/declared.cpp), the fakes, the autograd formula, the DTensor rules, the vmap rule and the
 // samples of the tests follow from the declaration.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Every schema of torch.ops.liger, one line each: here or in declarations.cpp, where checks, fakes and
 // formulas of an op follow from its schemas.
 //

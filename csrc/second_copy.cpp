@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // A process can register the ops of torch.ops.liger once. A second copy of this library would register them
 // again and crash inside torch with a segmentation fault. This check aborts before that, with the paths of
 // both copies.

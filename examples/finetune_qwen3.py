@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fine-tunes Qwen3 on a chat data set: LoRA or all weights, one GPU, packed conversations, evaluation,
 saving.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trains a Llama on real text with the Hugging Face Trainer and liger's ops, on one device or on many.
 
     python examples/huggingface_trainer.py --output_dir out

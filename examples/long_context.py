@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trains a model with the shape of Llama-3.2-1B on one very long sequence on one GPU, and measures four
 features.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trains a small Llama on preference pairs with a TRL trainer and the losses of liger, and prints the reward
 margin.
 

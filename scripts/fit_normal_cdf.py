@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The coefficients of ``normal_tail`` (csrc/activation/activations.cuh, triton_kernels/gated.py), and its
 error.
 

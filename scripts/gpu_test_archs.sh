@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+
 # Builds the package for one architecture into a folder of its own, and runs tests of the compiled kernels with it.
 #   scripts/gpu_test_archs.sh <python> <architecture> [pytest arguments]
 # With one that is older than the GPU, such as 80 on 9.0, the kernels run through PTX.

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+
 # Installs this checkout, editable:  scripts/install.sh PYTHON ARGUMENTS OF PIP, such as  . --group test
 #
 # CUDA kernels are built for the GPUs of this machine, and not without one. Where LIGER_BUILD_CUDA, LIGER_CUDA_ARCHS or

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
 """Builds what a release publishes and checks it, on one machine:  make release-check
 
 Needs an interpreter with torch and the dependency groups "test" and "release", which make installs. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs every compiled op with small inputs under compute-sanitizer: memcheck and synccheck, or the given
 tools.
 

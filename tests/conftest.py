@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Backends as a fixture: the same test files run for torch, triton and cuda, wherever each can run.
 
 Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.

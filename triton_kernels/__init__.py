@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Triton twins of the compiled ops: one module per op, with launchers that take the arguments of the op's
 schema.
 

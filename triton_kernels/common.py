@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Helpers of all Triton twins: dtype checks, row strides, tiles, launch sizes.
 
 A row is the last dimension of a tensor. A kernel takes a pointer and one row stride, so the rows must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of logits: launchers, and the backward kernel. The forward row kernel is in
 :mod:`.cross_entropy_rows`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every
 term.
 

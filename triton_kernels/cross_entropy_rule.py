@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The row rule of cross entropy, shared by the Triton row kernels: online-softmax statistics of a row, the
 coefficients computed from them, and the gradient. The twin of csrc/cross_entropy/rule.cuh.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Row statistics of a shard of the classes, for vocabulary-parallel losses, and the gradient of that shard.
 
 One program per row in both kernels. The rule is in :mod:`.cross_entropy_rule`; probabilities are never

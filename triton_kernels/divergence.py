@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences between rows of student and teacher logits, and the gradient with respect to the student.
 
 One program per row. The forward reads both rows twice, for the online softmax and for the terms; the gradient

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated activation of grouped_experts: gate and up in one tensor, halves or interleaved, clamped or not.
 
 Beside the activation the backward multiplies by the routing weight of each row, and sums the product of each

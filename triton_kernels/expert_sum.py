@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The weighted sum of the experts of each token in grouped_experts.
 
 One program per token and block of columns: it reads the rows of the token's choices once, sums them in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fused linear cross entropy: the chunk loop, with GEMMs of torch and the Triton row kernel.
 
 The row kernel of :mod:`.cross_entropy_rows` overwrites the logits of a chunk with their gradient. The logits

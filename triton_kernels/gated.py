@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gated products, ``activation(gate) * up``, forward and backward, with gate and up separate or packed in one
 tensor.
 

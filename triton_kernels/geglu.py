@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GeGLU, ``gelu(gate) * up`` with the exact GELU or its tanh approximation: kernels and grid of
 :mod:`.gated`."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GroupNorm. ``liger/ops/group_norm.py`` has the formulas.
 
 The channels of a group of one sample are contiguous. Forward grid: one program per group, which reads it

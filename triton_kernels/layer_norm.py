@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LayerNorm. ``liger/ops/layer_norm.py`` has the formulas, ``norm_rows.py`` the tiles and grids.
 
 A row that fits a tile is read once. A longer row is read three times: for the mean, the variance and the

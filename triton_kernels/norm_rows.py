@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiles and grids of the row norms, and the sum of the partials of their parameter gradients.
 
 Forward grid: one program per tile of whole rows. Backward grid: persistent programs; each accumulates the

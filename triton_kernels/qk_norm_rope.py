@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm of each head of queries and keys, then the rotary embedding. ``liger/ops/rope/qk_norm_rope.py``
 has the formulas.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Squared ReLU, ``relu(x)^2``, and its gradient: an elementwise kernel, one program per tile."""
 
 import torch

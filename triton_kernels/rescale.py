@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Multiplication by a device scalar in float32, rounded once: an elementwise kernel with persistent
 programs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm and fused residual addition. ``liger/ops/rms_norm.py`` has the formulas and casting modes.
 
 Forward grid: one program per tile of whole rows, which it reads once; two passes if a row is larger than a

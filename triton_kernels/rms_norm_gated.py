@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm with a gate. ``liger/ops/rms_norm_gated.py`` has the formulas and casting modes.
 
 Grids as in ``rms_norm.py``, for each group of columns: program ``i`` works on group ``i % groups``, whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embedding of queries and keys in one launch, forward and backward.
 
 Grid: for each token, programs for groups of HEADS heads of q, then of k. Tensors have four strides, so views

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Softmax over rows, and its gradient ``y * (grad_y - sum(grad_y * y))``.
 
 Grid: one program per tile of whole rows, which it reads once. If a row is larger than a tile, a program makes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SwiGLU, ``silu(gate) * up``: kernels and grid of :mod:`.gated`."""
 
 from . import gated

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The valid rows of a batch, those whose target is not ignored: their index, a gather, and the inverse
 scatter.
 

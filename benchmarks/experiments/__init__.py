@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The experiments of docs/lab/experiments.md: ``python -m experiments E3 --minutes 8 --out DIR`` in
 benchmarks/.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``python -m experiments E3 E4 --minutes 8 --out DIR``: docs/lab/experiments.md."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E5: the parts of ``liger.patch`` alone, together, and all but one: time and peak memory of a training
 step."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E9: LoRA, QLoRA, AdamW with 8-bit states and GaLore, with and without liger: losses, speed and memory."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What an experiment declares: cells, and how one of them is measured, tabulated and drawn."""
 
 import importlib.util

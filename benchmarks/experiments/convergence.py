@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E7: loss curves of training on real text from the same weights: unpatched, liger-kernel, liger.
 
 A further unpatched run starts from weights that differ by one rounding each: the yardstick of what rounding

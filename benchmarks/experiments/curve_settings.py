@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The settings of liger whose loss curves E13 compares: how each prepares a model and makes its training
 steps.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fills the missing cells of result files, each cell in a process of its own, within a time limit.
 
 A cell that runs out of memory, fails, or takes too long is a result like any other. A cell that the limit of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Starts the process of a cell, or the processes of its ranks: forked where that is safe, and else anew."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that
 fits."""
 

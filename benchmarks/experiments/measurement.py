@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One cell while a process measures it, and the record that comes of it."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Memory of training steps over time, by category: every allocation and release, from torch's own records.
 
 On a GPU they come from ``torch.cuda.memory._record_memory_history``, on a CPU from the profiler. A tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E1: time and memory of every op over its sweep, by the rows of ``benchmarks/run.py --sweep``."""
 
 import liger_bench

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kinds of pictures: lines over sizes, stacked bars, differences of losses.
 
 Panels are one above the other: the letters of a narrow picture stay legible on a phone.

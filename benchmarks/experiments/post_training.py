@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E12: post-training losses over batch sizes, DPO and ORPO through TRL, training steps under FSDP2 on two
 GPUs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and
 states."""
 

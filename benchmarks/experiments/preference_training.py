@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DPO and ORPO training through TRL: TRL alone, with liger-kernel's layers, with liger.
 
 Words of the dataset are tokens of the text: a prompt, the text that follows as the chosen answer, and text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The process of one cell: measures it, and writes a record or the reason why there is none.
 
 The driver forks it where no CUDA context exists yet, and else starts it anew:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables and pictures of result files: beside them, and in docs/lab/experiments.md."""
 
 import importlib.util

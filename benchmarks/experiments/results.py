@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Result files of experiments: one JSON file each, replaced atomically after every cell."""
 
 import json

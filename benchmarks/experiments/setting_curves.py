@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E13: loss curves of 100 steps in every setting of liger, from the same weights on the same text.
 
 The reference is the unpatched model in float32, from the same bfloat16 weights. Two yardsticks say what

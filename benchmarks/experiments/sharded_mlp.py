@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E11: one gated MLP under FSDP2 and ZeRO-3 at seven lengths, whole and tiled, by
 liger_bench.bench_sharded_mlp."""
 

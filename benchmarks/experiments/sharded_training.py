@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training steps of one method at one size under FSDP2 or ZeRO-3, on all ranks of the cell."""
 
 import contextlib

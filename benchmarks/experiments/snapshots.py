@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E6: the memory of two training steps over time, by category; and what ``liger plan`` predicts of the
 lm_head."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables of results in Markdown."""
 
 from liger_bench.model_report import GIB

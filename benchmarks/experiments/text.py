@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Real text without a network: the sources of Python's standard library, with the tokenizer of
 ``liger demo``.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training steps of one method at one size, by the contestants of liger_bench.bench_model."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E2: training steps of Llama-3-8B's shape at 512 tokens per sequence, over batch sizes to out of memory."""
 
 from functools import partial

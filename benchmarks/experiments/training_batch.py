@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E3: training steps of Llama-3.2-1B's shape at 1024 tokens per sequence, over batch sizes to out of
 memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E4: training steps of Llama-3.2-1B's shape, four sequences, over their lengths to out of memory."""
 
 from functools import partial

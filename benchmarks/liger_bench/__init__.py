@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark suite behind ``benchmarks/run.py``; docs/lab/README.md says what it measures and how.
 
 It is run from a checkout and is not part of the wheel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of logits: forward with the tensors that the backward needs, and forward and backward
 together."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The generalised Jensen-Shannon divergence between logits of a student and a teacher."""
 
 import liger

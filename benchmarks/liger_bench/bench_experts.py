@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture: forward, backward, both, vs. transformers and liger-kernel.
 
 The ceiling is dense: as many rows through one expert, by cuBLAS GEMMs alone. Shapes are from Mixtral

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lm_head with cross entropy, forward and backward, against the three GEMMs that every method needs."""
 
 import torch

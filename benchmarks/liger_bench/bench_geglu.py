@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GeGLU with the tanh approximation, as in liger-kernel: the rows of a gated product."""
 
 from functools import partial

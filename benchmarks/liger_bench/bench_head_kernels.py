@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kernels of ``fused_linear_ce`` on the wgmma engine, vs. the GEMMs of cuBLAS: where the time of a
 head goes.
 

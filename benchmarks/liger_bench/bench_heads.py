@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options
 than bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads
 with LoRA. ``docs/lab/heads.md`` has floors and goals.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LayerNorm and GroupNorm: forward, backward, both, and host time per call."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities for reinforcement learning: logits in float32 vs. a float32 head (speed) and vs.
 logits in bfloat16 (error).
 

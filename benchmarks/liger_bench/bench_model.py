@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak
 memory.
 

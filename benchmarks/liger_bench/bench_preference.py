@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Post-training losses over the lm_head, forward and backward, against the GEMMs that every method needs.
 
 Distillation among them: its teacher, a second head, is the reference of the others.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm of the heads of queries and keys, then the rotary embedding: one op vs. two, and vs. eager
 code."""
 

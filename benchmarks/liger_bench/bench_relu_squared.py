@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Squared ReLU."""
 
 import torch.nn.functional as F

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm and residual addition with RMSNorm: forward, backward, both, and host time per call."""
 
 import torch

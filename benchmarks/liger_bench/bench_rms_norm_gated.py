@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm with a gate: before it as in Qwen3-Next, after it and in groups as in Mamba2. Forward, backward,
 both."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary embedding of queries and keys that are transposed views, as Hugging Face models make them."""
 
 import torch

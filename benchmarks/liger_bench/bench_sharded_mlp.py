@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against
 length.
 

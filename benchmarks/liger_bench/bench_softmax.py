@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Softmax over short, middle and long rows."""
 
 import torch.nn.functional as F

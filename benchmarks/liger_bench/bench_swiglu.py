@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SwiGLU: the rows of a gated product."""
 
 import torch.nn.functional as F

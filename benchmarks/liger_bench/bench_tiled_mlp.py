@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A SwiGLU MLP, forward and backward, against the same without shards in eager torch.
 
 Modules are measured as a model uses them: ``backward()`` leaves the gradients in ``.grad``, as liger-kernel's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lm_head with its vocabulary sharded over all GPUs of a host, against the whole lm_head on one of them.
 
     PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_vocabulary --json r.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Candidates: implementations of an op by liger, per backend, and by peers. Providers are built from them."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A training step that is captured in a CUDA graph once for each shape of its tokens, and then replayed.
 
 As in torch's notes on CUDA graphs, "Whole-network capture": steps on another stream come first, gradients are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bar charts with a panel for time above one for peak memory, and one horizontal bar per provider.
 
 They are as narrow as a phone shows them: the letters stay legible at 390 pixels.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every op vs. its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
 
 Each row is measured in one process, in turns, from cold caches, vs. the ceiling that the machine sets.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Description of the machine, the software and the source commit of a result."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gated products of two tensors and of one packed tensor: forward, backward, both, and host time per call."""
 
 from collections.abc import Callable

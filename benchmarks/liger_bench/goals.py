@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Performance goals on an H200, per row, and the evaluation of a run against them.
 
 If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend

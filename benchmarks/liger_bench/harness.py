@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows of the suite: one work on given inputs, measured for several providers (see measure.py)."""
 
 import contextlib

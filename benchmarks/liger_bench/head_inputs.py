@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inputs of the rows of an lm_head, their float32 reference, and the GEMMs that they need at least."""
 
 import torch

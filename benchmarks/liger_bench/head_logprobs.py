@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with
 exponentials that fit the memory budget and without."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows of an lm_head with LoRA for bench_heads.py: the weight is frozen, its low-rank term trains."""
 
 from dataclasses import dataclass

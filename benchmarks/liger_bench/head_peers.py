@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The heads of TRL and unsloth_zoo, loaded from their wheels alone.
 
 Importing either package needs more than its head does (TRL: datasets and pandas; unsloth_zoo: unsloth,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measurement of the rows of harness.py.
 
 Calls cycle through several sets of inputs. The results of the first timed call are compared with the

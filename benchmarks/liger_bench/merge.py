@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of several runs as one: rows measured a few at a time, or peers that are not installed together."""
 
 RAN = ("ok", "wrong")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The contestants of ``bench_model``: how each prepares a model, and the context of its steps."""
 
 import contextlib

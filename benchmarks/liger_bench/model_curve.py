@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tokens per second over peak memory of training steps, from result files of ``bench_model``.
 
 PYTHONPATH=benchmarks python -m liger_bench.model_curve 32x1024 RESULT.json ... --output PICTURE.png

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``bench_model --own-processes`` and ``--ranks``: every contestant in a process of its own, or in one per
 rank.
 

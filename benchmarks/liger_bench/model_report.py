@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report of ``bench_model``: one table per shape."""
 
 import json

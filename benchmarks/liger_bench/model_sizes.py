@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The models and shapes of ``bench_model``."""
 
 from dataclasses import dataclass, replace

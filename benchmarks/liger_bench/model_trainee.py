@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A contestant of ``bench_model`` at work: its model, its optimizer and the measurement of its steps."""
 
 import contextlib

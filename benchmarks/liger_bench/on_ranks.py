@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A model on all ranks of a process group; times and peaks of a step that they run together."""
 
 import time

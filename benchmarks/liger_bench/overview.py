@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The figures of docs/images: one per op, and the time and the memory of the most common ops."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One picture per op: how long does its whole pass take with every provider, and how much memory?
 
 A picture shows the size that users meet; the other sizes are in the tables of the report.

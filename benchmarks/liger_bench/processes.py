@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Processes of one machine that measure together: how they are forked, their environment, and their end."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A run as Markdown: the goals, the verdict, and one table per row."""
 
 from .verdict import FASTEST_PEER, time_of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ops of one tensor and a gradient of the same shape: forward, backward, both."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizer steps in the backward: every gradient is used and freed before the next one exists."""
 
 

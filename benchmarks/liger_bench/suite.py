@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A run of the suite: selection of rows, files of results, report."""
 
 import importlib

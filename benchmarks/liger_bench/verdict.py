@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Comparison of speed and memory between liger and its peers, and errors of providers of liger."""
 
 # As a baseline: the fastest correct peer of a row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report of ``bench_vocabulary``: one table."""
 
 ONE, SHARDED = "one device", "sharded"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The names of liger-kernel on the ops of liger: see liger.compat."""
 
 import sys

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Activations of gated products as functors: value(x), and value_and_derivative(x) for the backward.
 //
 // T is the dtype of the tensors, as in device/sigmoid.cuh.

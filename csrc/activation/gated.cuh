@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Gated products, activation(gate) * up, forward and backward. The activation is never materialised: the
 // backward recomputes it from gate. It can also write the product, which the backward of the next GEMM needs.
 //

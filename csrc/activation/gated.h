@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Host code of the gated products, activation(gate) * up, shared by all activations. "packed" takes gate and
 // up as the two halves of the last dimension of one tensor.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // relu(x)^2 and its gradient, 2 * relu(x) * grad_y. The backward needs x alone.
 //
 // Grid: one vector per thread in small blocks (device/elementwise.cuh). With N = kVec<T> all rows are aligned

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Autograd nodes of torch.ops.liger in C++, derived from the schemas.
 //
 // torch's stable ABI has no autograd nodes, so this library uses the full C++ API. It is built per torch

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "cross_entropy/cross_entropy.h"
 
 #include <torch/csrc/stable/library.h>

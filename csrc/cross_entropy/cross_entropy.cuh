@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The kernels of cross entropy except the row kernels: the denominator, the reduction of per-row results to
 // scalars, and the backward from saved statistics.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Host code that cross_entropy and fused_linear_ce share: options as device pointers, results, and the
 // launches before, on and after the rows.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Cross entropy over a vocabulary shard, the classes [vocab_start, vocab_start + vocab): the statistics of
 // each row that a loss over all classes needs, and the gradient from the coefficients that the loss computes.
 #pragma once

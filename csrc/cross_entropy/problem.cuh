@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The kernel parameters of cross entropy, loads and stores at any alignment, and the conversion of stored
 // logits to floats with bias and softcap.
 #pragma once

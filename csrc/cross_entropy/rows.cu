@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Chooses and launches the row kernel of cross_entropy and fused_linear_ce: rows streamed or in shared
 // memory.
 #include <algorithm>

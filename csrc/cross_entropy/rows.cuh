@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Computes loss, metrics and gradient of rows of logits; the gradient may overwrite the logits. Softmax
 // probabilities and float copies of the logits are never materialised. Two kernels compute the same results:
 //

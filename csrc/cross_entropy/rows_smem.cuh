@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Rows staged in shared memory (sm_90 and later): loss and gradient with one read and one write of global
 // memory.
 //

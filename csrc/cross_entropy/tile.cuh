@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The elementwise gradient of rows from their saved statistics: one read of the logits and one
 // write of the gradient.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Vectorised access to rows that start at any address.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Thread-block clusters and bulk copies of sm_90 and later: a thin layer over PTX.
 //
 // Everything here may only be called where __CUDA_ARCH__ >= 900.

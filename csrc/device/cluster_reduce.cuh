@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Reduction over a thread-block cluster through distributed shared memory (DSMEM), for kernels of sm_90 and
 // later that reduce once per row: every warp contributes a partial result, every thread gets the reduced one.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Building blocks of elementwise kernels: one vector of each tensor per thread, in small blocks, because full
 // occupancy keeps more loads in flight than unrolling does.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Fast base-2 exponential.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Division by a launch-time constant through a multiplication and a shift: an integer division takes dozens
 // of instructions on a GPU.
 #pragma once

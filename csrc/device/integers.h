@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // constexpr integer arithmetic for host and device code.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Deterministic warp and block reductions in float.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Offsets of the rows of a strided tensor (..., H), so that views need no copy.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Exponential, reciprocal and sigmoid of a float.
 //
 // T is the dtype of the tensors. float32 uses the accurate functions of the CUDA math library. Half types use

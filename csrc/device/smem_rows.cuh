@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Rows staged in shared memory: the layout and the loop that kernels of cross_entropy, divergence, softmax
 // and group_norm share.
 //

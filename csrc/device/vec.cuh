@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Vectorised memory accesses (16 bytes) of float16, bfloat16 and float32, and conversion to and from float.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The divergence of two rows of logits, and its gradient with respect to the first, the student's.
 // Probabilities are never materialised. These kernels run on any device and for rows of any length, with one
 // block per row: the loss reads both rows twice (once for the online softmax, once for the terms), the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Dispatch and alignment tests for the launches of the divergence kernels.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Statistics of two rows of logits, which the first pass of a divergence sums: maxima, sums of exponentials
 // and a cross term.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The row rule of divergences for rows staged in shared memory: the sums that passes over two rows
 // accumulate, and the gradient of a vector of logits.
 //

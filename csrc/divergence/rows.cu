@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Launches the kernels of divergences with rows in shared memory.
 #include "device/integers.h"
 #include "divergence/divergence.h"

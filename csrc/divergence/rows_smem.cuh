@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Two rows of logits -> their divergence and its gradient with one read and one write of global memory, by
 // persistent blocks or clusters (sm_90 and later). The pipeline is the same as in
 // cross_entropy/rows_smem.cuh: each warp has the same part of the student's and the teacher's row in every

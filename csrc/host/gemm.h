@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // GEMMs through PyTorch's own cuBLAS handle: its stream, its workspace, its TF32 setting.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Diagnostics on stderr, which LIGER_LOG selects.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Symbols of libstdc++ 6.0.26 to 6.0.29 and glibc 2.32 that the headers of this compiler use, for systems
 // with older versions. Built with LIGER_MANYLINUX_2_28 only; no symbol is exported.
 #include <new>

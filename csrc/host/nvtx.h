@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // NVTX ranges, which Nsight Systems shows. Without a profiler they cost a load and a branch.
 #pragma once
 

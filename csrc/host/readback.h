@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Asynchronous readback: a kernel writes numbers to pinned host memory, and the host waits for that kernel
 // only when it needs them, after it has launched further work.
 #pragma once

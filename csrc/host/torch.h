@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Torch utilities of the CUDA ops beyond torch::stable: current stream, launch errors, allocation, strided
 // rows.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The op fused_linear_ce_forward: checks, options, and the choice of the engine.
 #include <torch/csrc/stable/library.h>
 

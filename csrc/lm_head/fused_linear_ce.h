@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // One call of fused_linear_ce_forward, for either engine.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // fused_linear_ce by cuBLAS GEMMs, for every device, dtype and option.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The planner of the generic engine: cuts the rows of fused_linear_ce into chunks within a memory budget.
 #pragma once
 

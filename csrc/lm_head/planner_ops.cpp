@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The planners as ops: Python code that cuts chunks, `liger plan`, and tests call them.
 #include <torch/csrc/stable/library.h>
 

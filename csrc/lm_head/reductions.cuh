@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Reductions of the generic engine: column sums for the bias gradient, and rounding of accumulated gradients.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Skips ignored rows: an index of the rows with a valid target, and kernels that gather and scatter rows by
 // it.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Launch heuristic of the norm backwards. It depends on the shape and the device only, so equal calls give
 // equal bits.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Launch heuristic of the norm forwards. The kernels keep a whole row in registers.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The gate of rms_norm_gated, and the groups of the last dimension that it normalises separately.
 //
 // With a = silu(gate) or sigmoid(gate), n = x * rstd and w = offset + weight: y = n * w * a

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // GroupNorm forward (norm/moment_norm.cuh): a row is one group of channels of one sample, with one weight and
 // bias per channel.
 #pragma once

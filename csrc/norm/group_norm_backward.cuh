@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // GroupNorm backward for any shape, in three kernels:
 //   channel_sums_kernel     sum(grad_y * xhat) and sum(grad_y) of each channel of each sample, which are also
 //                           the partial sums of the parameter gradients

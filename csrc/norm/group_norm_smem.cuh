@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // GroupNorm with rows, a group of channels of one sample, staged in shared memory (sm_90 and later,
 // device/smem_rows.cuh): forward and backward read every element once and write it once. A reduction over the
 // cluster of a row (DSMEM) gives its moments, or the two sums of its gradient.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // LayerNorm forward (norm/moment_norm.cuh) with one weight and bias per column.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // LayerNorm backward: grad_x, grad_weight and grad_bias in one pass over x and grad_y.
 //
 // With xhat = (x - mean) * rstd, a = mean(grad_y * w) and c = mean(grad_y * w * xhat):

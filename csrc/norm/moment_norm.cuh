@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Forward of LayerNorm and GroupNorm: y = (x - mean) * rstd * weight + bias over the rows of a matrix.
 //
 // A row that fits in the registers of a block is read once and written once (moment_norm_kernel, kGrouped or

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Mean and variance without cancellation, as shifted sums: the differences are taken from a shift close to
 // the mean. One reduction computes the sum of differences and the sum of their squares. Partial results are
 // combined from their counts, means and squared deviations (the parallel form of Welford's algorithm).

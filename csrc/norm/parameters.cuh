@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The weight and the bias of a norm, in the dtype of the activations or in float32.
 #pragma once
 

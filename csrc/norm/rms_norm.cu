@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "norm/rms_norm.cuh"
 
 #include <torch/csrc/stable/library.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // RMSNorm forward, with an optional fused residual addition: h = x + residual, rstd = rsqrt(mean(h^2) + eps),
 // y = h * rstd * (offset + weight). It writes y, h (new_residual) and rstd. Optional gate: see norm/gate.cuh.
 // A row stays in registers between its reduction and its output, so each element is read once and written

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Parameters of the RMSNorm backward, and its formulas for the columns of a thread.
 #pragma once
 

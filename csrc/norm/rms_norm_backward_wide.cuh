@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // RMSNorm backward of rows that do not fit in the registers of a block: one block per row, and per group with
 // a gate, for grad_x and grad_gate, and a separate kernel for grad_weight. norm/rms_norm_backward.cuh has the
 // formulas and includes this file.

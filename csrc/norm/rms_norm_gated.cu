@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Host code of rms_norm_gated. It launches the kernels of rms_norm with a gate (norm/gate.cuh).
 #include <torch/csrc/stable/library.h>
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Multistage pipeline and row reductions of the norm backwards.
 //
 // A thread group of `lanes` consecutive threads processes a row, with up to `width` vectors per thread. A

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Second pass of a split reduction over rows: the gradients of a norm's parameters from the partial sums of
 // blocks. The order of the additions is fixed, so the result is deterministic.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // x * factor with a scalar in device memory, so that the host does not synchronise.
 //
 // Grid-stride loop over at most 8 blocks per SM. With N = kVec<T> both tensors are aligned to 16 bytes and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Host code shared by rope and qk_norm_rope: operands, tables, alignment.
 #pragma once
 

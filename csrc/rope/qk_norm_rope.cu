@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "rope/qk_norm_rope_backward.cuh"
 
 #include <torch/csrc/stable/library.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // RMSNorm of each head of q and k, then the rotary embedding, in one launch.
 //
 // This kernel and the kernel of rope/qk_norm_rope_backward.cuh require N = kVec<T> (rope/rotation.cuh) and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Backward of rope/qk_norm_rope.cuh: it rotates the upstream gradient back, recomputes the norm from q and k,
 // and sums the gradients of both weights.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // qk_norm_rope for heads of any size, stride and alignment: a warp per head, which reads it twice. The tables
 // are float32.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Parameters of qk_norm_rope, and the arithmetic of its norm.
 #pragma once
 

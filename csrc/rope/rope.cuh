@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Rotary position embedding of q and k in one launch, forward and backward, out of place or in place. The
 // rotated halves are never materialised: a thread holds both entries of a pair in registers.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The rotation of rope and qk_norm_rope: tensors, tables, and the pairs of a work item.
 //
 // A work item is two vectors of N entries of a head: both entries of N pairs, or entries beyond the rotary

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Softmax and its gradient for rows staged in shared memory (sm_90 and later): every element is read once
 // from global memory. A row belongs to a block or to a cluster, and each warp loads its own part of every
 // pipeline stage (device/smem_rows.cuh). Where a cluster has several rows, a warp starts the copy of its part

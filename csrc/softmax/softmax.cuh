@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Softmax over rows, in float, and its gradient y * (grad_y - sum(grad_y * y)). No float copy of a row is
 // ever written to global memory. Three kinds of kernels:
 //

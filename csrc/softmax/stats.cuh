@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Row statistics of softmax (online maximum and sum) and of its gradient (a dot product), and their reduction
 // over a warp, a block or a set of slots. Every merge runs in a fixed order, so results are deterministic.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger: memory-saving training ops for large language models.
 
 Kernels of rows and of the lm_head's cross entropy have three implementations: ahead-of-time compiled CUDA,

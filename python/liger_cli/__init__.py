@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ``liger`` command: its arguments and help, which need neither torch nor the package liger.
 
 ``import liger`` imports torch, which takes seconds. So the help is apart from the commands themselves: those

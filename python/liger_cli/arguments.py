@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Types of command-line arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The arguments and the help of each command; ``liger.cli`` has a module of the same name with
 ``run(arguments)``."""
 

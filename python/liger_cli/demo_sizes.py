@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sizes of ``liger demo``."""
 
 from dataclasses import asdict, dataclass

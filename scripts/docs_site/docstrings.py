@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Griffe extension: docstrings of the sources, which use Sphinx roles, as Markdown, and names imported at
 first use.
 

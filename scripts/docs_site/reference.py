@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The pages of the API reference: every name of the ``__all__`` of each public module, and the schemas.
 
 Modules are read as source text, so neither torch nor a build of liger is needed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pages of the benchmark results, rendered from the JSON files in benchmarks/results.
 
 The site renders a page for each file of ``benchmarks/run.py``, ``bench_model``, ``bench_vocabulary`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Collects the sources of the documentation site in a folder:
 
     python scripts/docs_site/stage.py build/site-sources

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What liger.patch replaces in every causal and image-text model of transformers, and whether it is equal.
 
 Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of a model and its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a
 reason."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A model and its patched copy: one step of both, and whether the results agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny configurations of any model type: the defaults of its configuration class with every size replaced by
 name.
 

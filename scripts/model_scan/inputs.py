@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inputs for tiny models: tokens and labels for every type, and images for those that take them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The language model classes of the installed transformers, and tiny instances of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sizes of model types that the rules of ``configs.py`` do not fit.
 
 A name applies wherever a (sub-)configuration has it; ``+name`` is set on the outer configuration in any case;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report of one model class: replaced modules, the results of the checks, and whether the loss is
 fused."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs the checks of many model classes, each in a process of its own with a time limit and a memory limit.
 
 These processes are forks of a server, which has imported transformers. The server is a new process without

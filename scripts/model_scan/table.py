@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/models.md: the reports of a scan as a page of Markdown. The same reports give the same text."""
 
 from __future__ import annotations

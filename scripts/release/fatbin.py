@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Size of the GPU code of a library, per architecture:  python scripts/release/fatbin.py libliger_cuda.so
 
 The section .nv_fatbin is a sequence of containers, one per source file. Each has a header and entries:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Registers and stack of every kernel of libliger_cuda.so, compared with the recorded ones.
 
     python scripts/release/kernels.py libliger_cuda.so            compares; exit code 1 if a kernel needs more

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A package index on this machine, to rehearse a release: it takes what twine uploads, and pip installs from
 it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sources of a release: those of a commit, with links that lead somewhere from the page of a package
 index."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What release_check.py examines in a wheel: tag, bill of materials, libraries, and equality with a second
 build."""
 

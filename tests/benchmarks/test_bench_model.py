@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as
 such."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``bench_model --own-processes`` and ``--ranks``: a contestant in processes of its own, and the driver that
 resumes and compares."""
 

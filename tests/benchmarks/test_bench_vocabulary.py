@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark of sharded vocabularies: on two ranks that communicate through gloo, and its verdicts."""
 
 import dataclasses

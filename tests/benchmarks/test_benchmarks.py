@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark suite: its logic on the CPU, and that every row of it runs and is right."""
 
 import json

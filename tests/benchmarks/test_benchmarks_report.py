@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a benchmark run concludes, contests with peers and targets, and the command that starts it."""
 
 from pathlib import Path

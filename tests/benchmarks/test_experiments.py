@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The experiments run end to end in tiny sizes on the CPU; their driver resumes, infers, and records
 failures."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables and the page of the experiments, from results that are made here."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names of kernels, and the table, of liger_bench.bench_head_kernels; the measurement needs a GPU."""
 
 import pytest

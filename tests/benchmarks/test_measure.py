@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measuring the providers of a row: their turns, their inputs, wrong results and failures."""
 
 import gc

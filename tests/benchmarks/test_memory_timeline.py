@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Memory over time, as experiment E6 draws it: categories of allocations, from records of torch."""
 
 import pytest

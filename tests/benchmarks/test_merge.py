@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of several runs as one, and a few rows at a time."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the pictures of benchmark results show: bars, the message, and the run that a row is from."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """E13, loss curves of every setting: its yardsticks and its report."""
 
 import math

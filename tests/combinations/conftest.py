@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """For all tests of this folder."""
 
 import sys

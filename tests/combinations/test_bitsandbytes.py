@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layers that bitsandbytes quantises in 8 and in 4 bits, with LoRA adapters of PEFT (QLoRA)."""
 
 import pytest

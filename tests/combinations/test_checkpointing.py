@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradient checkpointing of both kinds, selective checkpointing, and saved tensors that are moved to the
 CPU."""
 

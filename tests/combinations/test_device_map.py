@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models that accelerate spreads over devices: its hooks load offloaded weights, and move inputs between
 devices."""
 

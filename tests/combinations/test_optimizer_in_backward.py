@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizer steps in the backward: torch's hooks after the accumulation of each gradient, and LOMO.
 
 Every gradient is freed before the next one exists, in a patched model as in any other.

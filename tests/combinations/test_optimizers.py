@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizers of other packages: 8-bit Adam of bitsandbytes and torchao, GaLore; by themselves and in the
 Trainer."""
 

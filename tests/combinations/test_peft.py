@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Adapters of PEFT other than plain LoRA, DoRA among them, and what becomes of the head."""
 
 import pytest

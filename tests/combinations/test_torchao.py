@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Weights that torchao quantises: the layers stay nn.Linear, and their weights become tensor subclasses."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger_kernel is importable in the tests of this folder only: other tests compare with an installed one."""
 
 import os

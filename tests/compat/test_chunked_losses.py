@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where losses of liger_kernel.chunked_loss have another meaning than losses of liger.losses, and what is not
 taken."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of liger_kernel where liger's ops return something else."""
 
 import pytest

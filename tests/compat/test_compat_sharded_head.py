@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LigerFusedLinearScaledCrossEntropyTPFunction as verl calls it, on two processes that share the
 vocabulary."""
 

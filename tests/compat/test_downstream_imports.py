@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The statements by which released projects import liger_kernel run.
 
 import_statements.txt has the statements of the wheels that its headings name, without duplicates.

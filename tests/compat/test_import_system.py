@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What ``import liger.compat`` does to the import system, in processes of their own."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every name of the table resolves, and every callable gives the numbers of plain torch, with their
 gradients."""
 

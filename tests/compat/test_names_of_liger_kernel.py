@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public name of liger-kernel can be imported, or the error names the page with the reason."""
 
 import fnmatch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every option of liger.patch can be given wherever liger_kernel patches a model, with the same default."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """apply_liger_kernel_to_*, the auto class, patches of single modules: by their effect on tiny models."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``TrainingArguments(use_liger_kernel=True)``, and the ORPO trainer of liger_kernel."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Helpers that other projects import: devices, versions, Triton settings; metrics' output classes."""
 
 import operator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with
 gloo.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny Hugging Face models of several families, their batches on each rank, and some steps of training.
 
 A test trains a model twice under the same wrapper, patched and not patched, and a float64 copy in one

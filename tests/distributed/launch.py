@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs tests on all ranks and collects what each of them reported."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A small Llama-like model made of liger's modules, its batches, and one step of it without any sharding."""
 
 import copy

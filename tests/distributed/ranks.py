@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The process group that a distributed test runs in: who this process is, and where its tensors live."""
 
 import datetime

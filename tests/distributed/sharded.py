@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whole tensors and their sharded forms, and the comparison of a function of both."""
 
 import ranks

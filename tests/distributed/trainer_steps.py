@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the tests of the Trainer share: rows of different lengths, its arguments, and the steps that it
 took."""
 

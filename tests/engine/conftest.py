@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fixtures of the tests of the engine for compute capability 9.0."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The float16 rule of the wgmma engine, emulated: errors of gradients, and which numbers are rounded to
 float16."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """float16 on the engine of compute capability 9.0: its range rules, against float64 and against the generic
 engine."""
 

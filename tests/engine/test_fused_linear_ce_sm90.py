@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The engine that fused_linear_ce has for compute capability 9.0: against float64, and against the generic
 engine."""
 

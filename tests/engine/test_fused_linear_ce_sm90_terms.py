@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bias, softcap and label smoothing on the wgmma engine: against float64, and against the generic engine."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation, and log-probabilities with entropies, by the products of compute capability 9.0."""
 
 import pytest

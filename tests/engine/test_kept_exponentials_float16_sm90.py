@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Float16 log-probabilities on compute capability 9.0: metrics, the exponentials that they keep, memory,
 graphs."""
 

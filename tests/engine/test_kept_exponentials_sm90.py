@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exponentials that fused_linear_logprobs keeps on compute capability 9.0: when, how long, and for which
 callers."""
 

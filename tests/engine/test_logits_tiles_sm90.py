@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiles of 192 classes of the logits GEMM, one per warpgroup: where they end within a panel of 128 classes,
 and the numbers of tiles per block."""
 

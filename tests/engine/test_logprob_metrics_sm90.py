@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """log_sum_sq_probs and mean_logits from the engine of compute capability 9.0, against float64."""
 
 import math

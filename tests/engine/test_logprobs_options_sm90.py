@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_logprobs at the sizes of the engine of compute capability 9.0, with logits_dtype and
 accumulate_grad_weight: which calls it takes, and the exponentials that it keeps."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_logprobs on the engine of compute capability 9.0, with kept exponentials and without: against
 float64."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Entropies and most probable classes from the engine of compute capability 9.0, in fused_linear_ce."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How fused_linear_ce cuts its rows: properties of the plans of many problems, and the environment
 variable."""
 

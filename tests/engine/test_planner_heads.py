@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How losses that make the gradient of logits by themselves are cut for the engine of compute capability
 9.0."""
 

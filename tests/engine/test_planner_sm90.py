@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the engine of compute capability 9.0 cuts its rows: properties of the plans of many problems."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities with a vocabulary that is sharded over ranks, on the engine of compute capability 9.0:
 one device computes all shards in turn, and what the ranks exchange is added in between."""
 

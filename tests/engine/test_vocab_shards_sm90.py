@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A vocabulary that is sharded over ranks, on the engine of compute capability 9.0: one device computes all
 shards in turn, and the sums of the ranks are added in between."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random batches of sequences, padded or packed, masked, with references, and their log-probabilities by a
 formula."""
 

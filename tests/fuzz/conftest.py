@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The fuzzer: tests/fuzz/engine.py says how it works and how it is told to run longer."""
 
 import engine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the fuzzer runs a case, and by which rule it compares.
 
 Hypothesis draws sizes, options, layouts and a seed; the numbers themselves come from torch's generator by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the ops compute, as the papers or torch's documentation write it, in plain PyTorch.
 
 Written for the fuzzer alone, from the sources that the docstrings name. 16-bit tensors become float32 first,

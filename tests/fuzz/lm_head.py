@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the ops and losses over an lm_head draw in common."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy, log-probabilities and divergences, over logits and over a projection, with all their
 options."""
 

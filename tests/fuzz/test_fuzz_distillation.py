@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation losses on random rows, with teachers, masks and divisors of any kind."""
 
 import formulas

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture, on random shapes, layouts, dtypes, routings and options."""
 
 import formulas

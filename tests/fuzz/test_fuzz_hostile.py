@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Numbers at which formulas lose their digits, against torch's own functions.
 
 Rows with a common offset of up to 3e38, infinities, numbers whose squares overflow, options at the ends of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The norm with a gate, and the norm of heads before the rotation, on random shapes, layouts, dtypes and
 options."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Preference losses on random batches: padded or packed, masked, with references and divisors of any kind."""
 
 import formulas

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms, softmax, gated products and rotary embeddings on random shapes, layouts, dtypes and options."""
 
 import formulas

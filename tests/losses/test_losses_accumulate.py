@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses with accumulate_grad_weight=True: the gradient of the weight is added to main_grad by the
 backward."""
 

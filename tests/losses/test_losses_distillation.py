@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation over a linear head: each loss against its formula over all logits, in float64."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Errors of the distillation losses: options, tensors, labels and indices that are no class."""
 
 import pytest

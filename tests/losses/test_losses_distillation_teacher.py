@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden
 states."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses in float16 under a loss scale: gradients of a mean over many rows keep their bits."""
 
 import math

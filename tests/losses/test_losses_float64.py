@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses in float64 are float64 throughout: no option, count or weight is rounded to float32 on its way."""
 
 import losses_reference as plain

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses with logits_dtype=torch.float32: their log-probabilities agree with fused_linear_logprobs within
 1e-5, and their gradients come from float32 probabilities."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Preference and policy losses of nothing: every divisor is at least 1, so that the loss is 0, never nan."""
 
 import pytest

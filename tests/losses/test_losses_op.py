@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad
 input."""
 

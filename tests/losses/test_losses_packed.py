@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cumulative lengths of packed batches: those that do not fit are an error on a CPU, and a loss of nan on a
 GPU."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a loss holds on compute capability 9.0 beside its operands: allocations of the real code, without a
 device."""
 

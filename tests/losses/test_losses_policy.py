@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The GRPO family and PPO: each against its formula over all logits, in float64."""
 
 import losses_reference as plain

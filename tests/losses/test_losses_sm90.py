@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses by the products of compute capability 9.0: against float64, where they are used, and where they are
 not."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The losses against TRL's own trainers, called with the same tiny model and batch."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choosing backends: LIGER_BACKEND, use_backend, the report, and what importing liger costs."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What each backend can serve, by the capabilities of the devices and what was built, and what auto makes of
 it."""
 

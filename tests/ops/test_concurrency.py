@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Several threads and streams at a time, with and without a CUDA graph being captured."""
 
 import subprocess

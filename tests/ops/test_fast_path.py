@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Eager calls of the public ops go around the Python that the dispatcher would run, and only calls that may
 do so.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public op under compilers, export, scripting, autocast, checkpoints and CUDA graphs."""
 
 import io

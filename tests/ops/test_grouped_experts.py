@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_experts against a loop over experts: values, all gradients, routings, memory, and what has no
 effect."""
 

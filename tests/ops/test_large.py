@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Offsets beyond 2^31 elements, more than 2^32 rows, rows of nearly 2^31 classes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Views that begin anywhere, through every width of vectors: each op against plain torch."""
 
 import pytest

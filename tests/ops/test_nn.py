@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.nn: each module against torch.nn or the op beneath it; the numerics of the ops have their own
 tests."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Outputs that a backward recomputes (docs/lab/activations.md) have the bits of the forward."""
 
 import pytest

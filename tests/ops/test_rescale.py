@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """rescale: one rounding, any strides, and the rules of an op that writes its argument."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public op under vmap. tests/properties has the transforms of torch.func and second derivatives."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every Triton launch compiles for every architecture, without a GPU.
 
 The launchers run on CPU tensors with the launch itself replaced by a recorder, so what is compiled is exactly

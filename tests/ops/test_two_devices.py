@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensors of a GPU that is not the current one."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What CMake makes of build settings: CUDA kernels or none, architectures, autograd nodes."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The liger command: what info says, and what demo concludes."""
 
 import importlib

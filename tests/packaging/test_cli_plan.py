@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The chunks and the memory of an lm_head that ``liger plan`` prints."""
 
 import json

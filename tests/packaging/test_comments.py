@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Comments of csrc and triton_kernels are at most 110 columns wide; the formatters leave comments alone in
 places."""
 

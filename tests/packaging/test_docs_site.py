@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The documentation site: every page has its place, the build is strict, and the reference has every public
 name.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The examples in docstrings of public functions and classes, as doctest reads them.
 
 An example may use the tensors below: they have the names of the arguments.

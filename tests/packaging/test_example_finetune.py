@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/finetune_qwen3.py on a tiny Qwen3 and a file of conversations, without a network."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/preference.py: a short training, in which the margin of rewards has to rise."""
 
 import re

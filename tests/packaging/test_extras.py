@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Without an optional package: every public name works, or the error has the command that installs the
 package."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The folder hub/ has what kernel-builder needs to publish it, in edition 5 of its format."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The rooms of liger form layers: a module imports from the rooms below its own only, and no import is
 circular.
 

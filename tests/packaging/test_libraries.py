@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The installed libraries: what they need, which torch they are loaded into, and how long the import
 takes."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every source file names its licence, as SPDX wants it: tools read a file without the folder that it comes
 from."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kernels whose code exists for some architectures only, in sizes that choose them.
 
 They are chosen by the code that the device runs, so a build for an older capability is right, too: through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is built, packed and installed: sdist, wheel, editable install."""
 
 import ast

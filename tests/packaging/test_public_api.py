@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The public signatures are the recorded ones, so that a change of them is a change of a file in review."""
 
 import difflib

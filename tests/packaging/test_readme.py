@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What README.md and docs/ show: the Python runs, the commands exist, the links lead somewhere."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scripts/release_check.py: what it accepts, and what it refuses. The whole script takes hours and is not run
 here."""
 

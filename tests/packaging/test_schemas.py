@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops of torch.ops.liger still take the calls that the ops of the last release took: compiled graphs and
 exported programs contain such calls."""
 

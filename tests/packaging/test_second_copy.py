@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of
 both."""
 

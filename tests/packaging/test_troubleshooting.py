@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/troubleshooting.md: each message that it quotes is one that the sources can print."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable has annotations for all parameters and for its result, as py.typed promises."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autograd nodes in C++ do what those in Python do: results, errors, hooks, whatever is asked of a backward.
 
 The files of this folder and tests/ops run with the nodes that the installation has. Here both kinds are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whatever is wrong with one argument of a public callable, the error names the callable and the argument.
 
 The arguments come from the signatures and from tests/support/api/public_callables, so that a callable is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Backwards over a batch of upstream gradients: is_grads_batched, vectorised Jacobians."""
 
 import pytest

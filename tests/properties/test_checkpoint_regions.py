@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable in torch's checkpoint: whole regions, and selective policies, which save some
 results."""
 

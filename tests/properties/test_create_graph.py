@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Asking for the graph of a gradient changes nothing about the gradient, nor about what was given."""
 
 import pytest

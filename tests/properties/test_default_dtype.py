@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torch.set_default_dtype`` changes no bit of any result or gradient: no intermediate gets its dtype from
 there."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensors of several devices raise, naming op and argument; meta tensors alone give the shapes of the
 results."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DTensors together with plain tensors, or on two meshes: whatever a public callable refuses, it says in the
 caller's words."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A tensor that requires no grad gets none, and the others get what they get where all require grad."""
 
 import pytest

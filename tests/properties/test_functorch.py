@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable under the transforms of torch.func."""
 
 import pytest

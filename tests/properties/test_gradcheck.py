@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradients of every public callable against differences of its results, in float64."""
 
 import pytest

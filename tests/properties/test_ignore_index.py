@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every op whose schema has ``ignore_index``, with int32 targets and a number that no int32 target can
 have."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is ignored leaves no trace, whatever is there: NaN or infinities in its place change no bit of any
 result or gradient, and its own gradient is exactly zero."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """No call writes a tensor that it was given, whatever it is: an input, a weight, a teacher, a mask or a
 target."""
 

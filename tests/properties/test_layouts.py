@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensors in any layout in memory give what contiguous copies of them give, upstream gradients too."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A LIGER_MEMORY_BUDGET that cannot be read is a ValueError of every public callable that plans by it."""
 
 import pytest

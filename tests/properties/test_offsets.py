@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Offsets that all logits of a row have. No probability depends on them, so no loss and no gradient may lose
 digits.
 

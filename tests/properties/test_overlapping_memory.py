@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every op that writes over its arguments refuses memory in which two elements have one place."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable is covered by the property tests, and every case runs and differentiates."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A result requires grad exactly where it depends on something that does."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results may be written in place, as results of torch: a residual that is added to them, a dropout."""
 
 import pytest

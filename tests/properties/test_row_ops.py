@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Of every op of rows: the same bits in every run, also of sums over several blocks, and calls without
 rows."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Second derivatives of every public callable, in every way of asking: refused by name, or right.
 
 Never silently something else: a gradient that counted as a constant would drop a term of a gradient penalty.

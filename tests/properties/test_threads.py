@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable from many threads at once: all in the same order, and each in an order of its own."""
 
 import random

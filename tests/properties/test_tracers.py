@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable with every option under every tracer: results and gradients of the eager call, or a
 refusal.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared pieces of the op tests: dtypes, the tolerance rule, and gradients of a function."""
 
 import math

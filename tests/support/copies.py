@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A record of the copies that a call makes."""
 
 import torch

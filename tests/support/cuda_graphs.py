@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Capture of a function in a CUDA graph, and calls that must not wait for the device."""
 
 import contextlib

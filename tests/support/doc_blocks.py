@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Python blocks of README and the documents, with the comments that say how a test runs them.
 
 A comment right before a block, which readers of the page do not see, is one of:

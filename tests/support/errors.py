@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which error a public function raises (docs/errors.md)."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The nodes of an autograd graph."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Functions of an lm_head whose classes are sharded: over the processes of a DTensor, else over all
 processes, unless a call says over which. With a group results are plain tensors."""
 

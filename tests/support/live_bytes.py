@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Memory of tensors on any device, counted op by op."""
 
 import weakref

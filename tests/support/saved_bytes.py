@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bytes per token that the decoder layers of a tiny model save for the backward, counted op by op."""
 
 import copy

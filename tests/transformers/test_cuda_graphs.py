@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whole training steps of patched models in CUDA graphs: docs/cuda_graphs.md."""
 
 import re

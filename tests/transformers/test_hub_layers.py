@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The layers of the folder hub/, as transformers and kernels take them from a local path."""
 
 import hub_layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A patched Hugging Face model computes what the unpatched one computes: logits, loss and every gradient."""
 
 import pytest

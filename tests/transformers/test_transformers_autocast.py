@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models under autocast: the same ops run as in a model of 16 bits."""
 
 from collections import Counter

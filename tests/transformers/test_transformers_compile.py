@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.compile of a patched model whose graph breaks somewhere inside: losses and gradients of the unpatched
 model."""
 

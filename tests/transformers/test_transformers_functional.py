@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models under torch.func: parameters from outside, and gradients by transforms."""
 
 import pytest

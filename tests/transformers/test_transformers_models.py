@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Model types of the installed transformers, tiny and random, beside their patched copies.
 
 docs/models.md has the results for all types; the fifth that runs in make test must agree with it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models under what people train with: the Trainer, PEFT, accelerate, FSDP2 and ZeRO-like hooks."""
 
 import copy

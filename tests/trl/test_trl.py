@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.trl.patch: DPO, KTO, ORPO and CPO, trained for real with it and without, give the same logs and
 weights."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The fused head beside the logits of every model class of transformers: the same log-probabilities, or a
 refusal."""
 

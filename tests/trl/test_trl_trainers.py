@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.trl.patch: GRPO, RLOO, SFT, GKD and distillation, trained with it and without; what holds for all
 trainers."""
 

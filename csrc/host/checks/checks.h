@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Argument checks shared by every backend, which all raise the same messages: the CUDA ops call them
 // directly, the Triton and torch backends through the liger::check_* ops. They read metadata only, never
 // data.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Argument checks of declared ops, from the line of shapes of their declaration (declarations.h). The CUDA
 // ops call check_arguments directly; the Triton and torch backends through liger::check_arguments, with the
 // same messages.

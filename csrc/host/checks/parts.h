@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Elementary checks for the checks of the ops.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Host calls that are legal while another thread captures a CUDA graph.
 #pragma once
 

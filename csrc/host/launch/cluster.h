@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Launches of kernels with thread-block clusters that use most of the shared memory.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // One switch from a torch dtype to the CUDA type of a kernel template.
 #pragma once
 

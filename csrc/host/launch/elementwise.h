@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Tensors as operands of the kernels of device/elementwise.cuh.
 #pragma once
 

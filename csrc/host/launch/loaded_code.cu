@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "host/launch/loaded_code.h"
 
 #include "host/torch.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The architecture of the kernel images that the driver has loaded for a device.
 #pragma once
 

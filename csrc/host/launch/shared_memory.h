@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Dynamic shared memory beyond the default limit of 48 KB.
 #pragma once
 

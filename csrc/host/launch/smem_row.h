@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Chooses and runs the launch of a kernel that stages rows in shared memory (device/smem_rows.cuh).
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // TMA descriptors (CUtensorMap) of compute capability 9.0.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The 16-bit type of operands and results, bfloat16 or float16: conversions, and constants of its range.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "lm_head/sm90/fused_linear_ce.h"
 
 #include "lm_head/sm90/chunk/chunk.h"

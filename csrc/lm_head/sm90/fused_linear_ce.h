@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // fused_linear_ce by the wgmma engine of compute capability 9.0.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "lm_head/sm90/planner.h"
 
 #include <algorithm>

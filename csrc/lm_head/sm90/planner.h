@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The planner of the wgmma engine: cuts the rows of fused_linear_ce and the losses into chunks.
 // README.md draws where the buffers are.
 #pragma once

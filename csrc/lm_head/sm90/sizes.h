@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Sizes for the kernels of lm_head/sm90, its planner, and the Python code that allocates its memory. Python
 // reads them through the op plan_sizes_sm90 (planner_ops.cpp).
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What ``liger`` is where liger-ops is not installed: kernel-builder imports the layers in such an
 environment."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layer classes that ``kernels.kernelize`` puts in place of layers of transformers.
 
 kernelize takes the forward alone, and binds it to the module that it replaces: ``self`` is that module. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training data without a download: the sources of Python's standard library, and a tokenizer trained on
 them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report of ``liger demo``: comparison of the runs, as text and as a figure."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One training run of ``liger demo`` in a separate process: python -m liger.cli._demo_worker RUN_JSON
 
 The JSON file describes the run. Standard output has one JSON object per line: one per step, then one with the

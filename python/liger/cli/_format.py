@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Formatting of byte counts and tables for terminal output."""
 
 

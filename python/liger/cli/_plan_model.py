@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger plan --model``: the activations of a patched model in bytes per token, from its configuration."""
 
 import json

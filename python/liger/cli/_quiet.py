@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Commands that patch many models do not report each of them."""
 
 import contextlib

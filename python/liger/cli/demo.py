@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger demo``: trains the same Llama unpatched and patched, and compares losses, memory and tokens per
 second."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger info``: versions, devices, the build, the backend of each public function and environment
 variables."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger plan``: the chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without
 it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Makes the package name ``liger_kernel`` importable, on the ops of liger: ``import liger.compat``
 (docs/compat.md).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``python -m liger.compat train.py ...`` and ``python -m liger.compat -m package.module ...``."""
 
 import runpy

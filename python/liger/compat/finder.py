@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The import system's side: a finder for the modules and for the metadata of ``liger_kernel``.
 
 The modules have no source. Each resolves its names at first use, by the table in compat/names.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Calls of a function inside the forward of an FSDP module, where its parameters are gathered."""
 
 from __future__ import annotations

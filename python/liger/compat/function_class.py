@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Classes with a static ``apply``, for the names of liger_kernel's autograd functions.
 
 They are no autograd functions: the ops of liger are differentiable themselves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger_kernel.functional``: the functions with a choice of implementation.
 
 liger chooses backends by ``LIGER_BACKEND`` and :func:`liger.use_backend`, so ``impl``, ``mode`` and

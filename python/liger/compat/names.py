@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The modules of ``liger_kernel``, and the origin of each of their names.
 
 A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and

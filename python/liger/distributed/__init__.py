@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DTensor rules for every op of ``torch.ops.liger`` (docs/distributed.md), and losses of a sharded vocabulary
 (docs/vocab_parallel.md).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Post-training losses over a linear head: logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
 from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics

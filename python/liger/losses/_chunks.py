@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The chunk loop of a loss: logits of as many groups as fit the memory budget, then their gradient in the
 same memory.
 

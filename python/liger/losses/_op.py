@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The op behind every loss: a function of the log-probabilities of a linear layer, with the gradient in the
 forward.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of
 the op."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation losses between a teacher and a student, plus cross entropy with labels from the same
 logits."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of policy optimisation on sampled answers: GRPO with its variants, and PPO.
 
 docs/losses.md defines every term. With importance weights per token, the gradient of a token depends on that

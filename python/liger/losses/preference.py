@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of preference pairs, a chosen and a rejected answer: DPO, ORPO, CPO, SimPO.
 
 A batch has all chosen sequences, then all rejected ones in the same order. docs/losses.md defines every term.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of single answers with a binary label, desirable or undesirable: KTO."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
 from .._core.runtime.lazy import lazy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Softmax and the squared ReLU as modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of logits, of a linear layer without materialised logits, and inside the lm_head itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated MLPs of Llama-like and Gemma-like models."""
 
 from __future__ import annotations

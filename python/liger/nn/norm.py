@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Root-mean-square, layer and group normalisation as modules."""
 
 from __future__ import annotations

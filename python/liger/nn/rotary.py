@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embedding as a module."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gated MLPs that process one shard of tokens at a time."""
 
 from __future__ import annotations

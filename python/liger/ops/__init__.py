@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops, each a module or a folder: torch kernels, fakes, autograd formula and public function.
 
 ``op.py`` of a folder has the public function, ``rows.py`` the torch kernels over rows, ``chunks.py`` the loop

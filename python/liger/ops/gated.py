@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gated activations, ``activation(gate) * up``: the torch kernels of swiglu and geglu, and their in-place
 forms.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Group normalisation (Wu and He, arXiv 1803.08494): torch kernels, API.
 
 The channels of a sample form groups of consecutive channels. The elements of a group, over all positions, are

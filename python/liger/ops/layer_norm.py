@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): torch kernels, API.
 
 With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in

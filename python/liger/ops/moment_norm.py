@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Normalisation by mean and variance: torch formulas of layer_norm and group_norm."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): torch kernels, API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Multiplication by a device scalar: the product of a gradient computed in the forward and the upstream
 gradient.
 

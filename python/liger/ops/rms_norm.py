@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467): torch kernels, API.
 
 With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x * s * w``. Casting modes:

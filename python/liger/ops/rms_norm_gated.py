@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Root-mean-square normalisation with a gate: torch kernels, API.
 
 With ``a = silu(gate)`` or ``sigmoid(gate)`` and ``w = offset + weight``: ``y = rms_norm(x) * w * a`` (norm

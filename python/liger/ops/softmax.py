@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Softmax over the last dimension: torch kernels, API."""
 
 from __future__ import annotations

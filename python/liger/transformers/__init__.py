@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patching of Hugging Face models: one call replaces modules by liger, another restores them
 (docs/patching.md)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See
 docs/trl.md."""
 

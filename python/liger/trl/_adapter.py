@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Helpers of the trainer adapters: fused heads, replaced methods, model proxies, divisors."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cropping of a batch to its answers, so that the GEMMs of the lm_head skip prompts and padding."""
 
 import torch

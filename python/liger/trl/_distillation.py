@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GKDTrainer and DistillationTrainer: the divergence of student and teacher without materialised logits."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The fused lm_head of TRL's calls ``model(..., labels=labels, fused_lm_head=True)``, which return no logits.
 
 The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have

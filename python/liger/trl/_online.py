@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """OnlineDPOTrainer: its own loss reads log-probabilities by liger."""
 
 import torch

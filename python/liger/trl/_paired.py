@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """ORPOTrainer and CPOTrainer, which compute all logits: their forward is replaced by one with a fused
 head."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``liger.trl.patch`` and the table of adapters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GRPOTrainer and RLOOTrainer: their own losses read log-probabilities by liger."""
 
 from torch.nn.functional import pad

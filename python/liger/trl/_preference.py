@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DPOTrainer and KTOTrainer: the reference model runs first, so the policy's head can compute loss and
 gradient."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Scores of tokens that trainers read or log, computed inside the call of the lm_head."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SFTTrainer: cross entropy without materialised logits, plus the entropies and the accuracy that the trainer
 logs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The transformation between the lm_head of a model and its logits, as its forward applies it."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no
 token."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sharding rules of the losses: on DTensors they give what they give for the whole tensors."""
 
 import pytest

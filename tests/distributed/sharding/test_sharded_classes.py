@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce, fused_linear_logprobs and cross_entropy of DTensors that shard the classes compute in
 shards."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models whose lm_head shards its classes by tensor parallelism: the loss is of the
 vocabulary-parallel op.
 

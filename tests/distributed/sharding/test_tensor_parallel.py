@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensor parallel over DTensor: sharded projections, and norms and loss on sharded tokens."""
 
 import models

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ops and modules with DTensors on a mesh of two dimensions, against one process. Four ranks."""
 
 import in_shards

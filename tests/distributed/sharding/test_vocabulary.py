@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A head whose classes are spread over the ranks: losses and gradients agree with the whole head."""
 
 import in_shards

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.transformers.checkpoint on several ranks: one plan for all, and the gradients of the model without
 it."""
 

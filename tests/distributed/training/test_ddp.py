@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel: each parameter gets one gradient, when its hooks expect it."""
 
 import contextlib

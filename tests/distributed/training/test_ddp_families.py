@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel of patched models of several families: which parameters get a gradient, and which
 one."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DeepSpeed ZeRO 1, 2 and 3: partitioned optimizer states, gradients, parameters. Runs where deepspeed is
 installed."""
 

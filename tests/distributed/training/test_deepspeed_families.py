@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DeepSpeed ZeRO-3 of patched models of several families. Runs where deepspeed is installed."""
 
 from collections import Counter

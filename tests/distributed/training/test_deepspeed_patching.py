@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DeepSpeed ZeRO-3: checkpointing, leaf modules, and patching of a model whose parameters are partitioned."""
 
 import families

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FullyShardedDataParallel (FSDP1): flat parameters, of which the modules' own are views while they are
 gathered."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FullyShardedDataParallel (FSDP1) of patched models of several families: loss, gradients and weights of some
 steps."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fully_shard (FSDP2): weights are gathered around the call of the module that holds them, and only there."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """accumulate_grad_weight under fully_shard, and with a weight that is a DTensor. test_ddp.py has it under
 DDP."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fully_shard (FSDP2) of patched models of several families: loss, gradients and weights of some steps."""
 
 import functools

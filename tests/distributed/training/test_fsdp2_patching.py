@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fully_shard (FSDP2) and options of a patch, several forwards, evaluation, frozen and offloaded
 parameters."""
 

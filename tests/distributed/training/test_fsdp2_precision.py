@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fully_shard (FSDP2) of patched models: checkpointing, mixed precision, ignored labels, the router's
 loss."""
 

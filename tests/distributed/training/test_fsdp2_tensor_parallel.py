@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models on meshes of two dimensions: tensor parallel along one, fully_shard along the other. Four
 ranks."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LoRA of PEFT under FSDP2 and DDP: a frozen model with adapters, on the lm_head too."""
 
 import families

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.patch(recompute=True) where the weights of norms are sharded: the same bits as without it."""
 
 import families

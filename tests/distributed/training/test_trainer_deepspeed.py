@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Trainer with DeepSpeed's ZeRO-2 and ZeRO-3: losses, gradients and weights of a patched model after some
 steps."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Trainer with accelerate's FSDP2 plugin: loss and weights of a patched model after some steps."""
 
 import families

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.trl under DDP and FSDP2: losses and gradients of two ranks agree with TRL's own trainer in one
 process."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.trl under DeepSpeed's ZeRO-3, policy and reference: the heads' weights are there in the heads' calls
 alone."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """swiglu and geglu, separate and packed, against float64, and their in-place backward, in every backend that
 runs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The approximation of the normal distribution that half types use in exact GELU, evaluated in float32 on the
 CPU."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """relu_squared against float64, in every backend that runs here."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """accumulate_grad_weight=True: the gradient of an lm_head's weight, added to main_grad or grad over
 micro-batches."""
 

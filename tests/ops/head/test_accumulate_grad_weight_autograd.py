@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """accumulate_grad_weight=True as a part of autograd: repeated backwards, hooks, checkpointing, compilers;
 memory; bad input."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce against float64, in every backend that runs here."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce and autograd: work only for what is trained, second backwards, no second buffer,
 autocast."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ignored rows in fused_linear_ce: left out of the work, with every result where it belongs."""
 
 from concurrent.futures import ThreadPoolExecutor

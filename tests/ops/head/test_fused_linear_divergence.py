@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences of two linear layers in chunks, against the same in one piece and in float64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities and entropies of a linear layer, and their gradients, against plain torch in float64."""
 
 import pytest

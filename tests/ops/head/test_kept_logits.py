@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the forward of fused_linear_logprobs keeps for its backward: which, when, for how long."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kept logits and exponentials with logits_dtype and accumulate_grad_weight."""
 
 import pytest

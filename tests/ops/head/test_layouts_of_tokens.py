@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tokens in another order than their dimensions: Megatron-LM's (s, b, h) as a view (b, s, h), and
 others.
 

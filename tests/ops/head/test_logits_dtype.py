@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """logits_dtype=torch.float32: log-probabilities within 1e-5 of float32 logits, and gradients from
 these probabilities, for every backend, combination of dtypes and option."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The metrics of fused_linear_logprobs that TRL's default head returns, too, against plain torch in
 float64."""
 

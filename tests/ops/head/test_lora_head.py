@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """lora_a, lora_b and lora_scale of fused_linear_ce and fused_linear_logprobs, against plain torch in
 float64."""
 

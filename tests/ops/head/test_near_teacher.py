@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A student near its teacher: its gradient is a small difference of logits, and no less exact than one of far
 ones.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cross_entropy against float64, in every backend that runs here."""
 
 import math

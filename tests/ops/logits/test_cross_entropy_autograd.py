@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cross_entropy and autograd: what is written and what never is, second backwards, the in-place form."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What cross_entropy and fused_linear_ce refuse, in the same words in every backend."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cross_entropy of rows and batches of every size, also those at which the cuda backend changes its
 kernel."""
 

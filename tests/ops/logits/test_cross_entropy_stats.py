@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The statistics of logits that are some of the classes, and their gradient, against float64 in every
 backend."""
 

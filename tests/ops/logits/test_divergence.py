@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """KL, generalised JSD and total variation against float64, in every backend; docs/divergence.md in code."""
 
 import pytest

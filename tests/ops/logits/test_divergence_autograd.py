@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """When the gradient of a divergence is made, what is kept for it, and what is written."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences whose gradient has cross entropy added: the row op of the distillation losses, in every
 backend."""
 

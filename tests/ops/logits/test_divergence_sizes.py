@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences of rows and batches of every size, also those at which the cuda backend changes its kernel."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Token weights of 0, infinity and NaN: a weight multiplies the loss of its row and the gradient of the row's
 logits.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """rms_norm and fused_add_rms_norm against float64, in every backend that runs here."""
 
 import pytest

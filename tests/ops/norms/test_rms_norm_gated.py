@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """rms_norm_gated against float64, in every backend that runs here."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """qk_norm_rope against float64, in every backend that runs here."""
 
 import pytest

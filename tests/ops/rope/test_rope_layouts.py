@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """mrope and complex_rope against the formulas of the models that use them, in float64."""
 
 import pytest

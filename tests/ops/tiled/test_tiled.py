@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.tiled on modules of several kinds."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """tiled_mlp against float64, its shards and what it keeps, in every backend that runs here."""
 
 import gc

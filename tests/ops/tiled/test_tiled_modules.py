@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.nn.TiledSwiGLUMLP and TiledGEGLUMLP."""
 
 from types import SimpleNamespace

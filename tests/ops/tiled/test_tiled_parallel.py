@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensor-parallel tiled MLPs on two processes of the CPU."""
 
 import pytest

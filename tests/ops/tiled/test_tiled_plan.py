@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How tiled_mlp plans its shards, what it keeps and where that lies, and that it holds no more."""
 
 import itertools

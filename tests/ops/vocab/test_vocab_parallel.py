@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of a vocabulary in parts, on processes that talk through gloo, against float64 and the whole
 op.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the ops over a vocabulary in parts refuse, with the same words on every process or before they
 meet."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses over a vocabulary that is sharded over processes: DTensors, autograd and torch.compile."""
 
 import in_shards

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities over a vocabulary that is sharded over processes, against float64 and the op on one
 process.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows of the ops over a sharded vocabulary: ignored rows cost no GEMM, and the tokens may have any
 layout."""
 

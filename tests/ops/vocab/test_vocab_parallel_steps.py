@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce on the engine of compute capability 9.0: its control flow and its rules, on processes
 that talk through gloo, with the compiled steps replaced by an implementation in torch (shard_steps.py)."""
 

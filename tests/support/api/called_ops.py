@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops that run in a block."""
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The schemas of torch.ops.liger, now and in the last release: ``python tests/support/api/op_schemas.py``
 records them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The signature of every public name, a line each: ``python tests/support/api/public_api.py`` records
 them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The public ops as data: how to call each one, and the same in plain torch. Declared ops need no entry."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every option of every public callable, at a value that is not its default, as a :class:`Problem`.
 
 The options come from the signatures and from tests/support/api/public_callables. A flag takes its other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of a traced call and of the eager one; as a program, also of programs that another process has
 saved."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the tests of patched models with other packages share: tiny models of several types, and training
 beside a twin.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The folder hub/, and the mapping of its layers for ``kernelize``."""
 
 from pathlib import Path

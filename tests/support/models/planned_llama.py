@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A tiny Llama whose layers liger.transformers.checkpoint keeps or recomputes, and what a test asks of it."""
 
 import tiny_models

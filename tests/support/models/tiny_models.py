@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny Hugging Face models for the patching tests, and one training step of them."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Short runs of the Trainer of transformers on tiny models."""
 
 import pytest

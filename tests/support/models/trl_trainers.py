@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny trainers of TRL on models with random weights and data that is made here, and how two of them are
 compared."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``python(...)``: what a new interpreter makes of a program, in the time of a fork instead of an import of
 torch.
 

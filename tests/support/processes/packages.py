@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Commands in the environment of a user, without the settings of the tests; what builds of this checkout
 hold."""
 

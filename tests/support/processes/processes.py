@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A function run by the processes of a group that talk through gloo."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in
 code."""
 

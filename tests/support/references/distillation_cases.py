@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Batches for the tests of the distillation losses, and their formulas over all logits in plain PyTorch."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The float16 rule of the wgmma engine in torch, in float64 but for the numbers that the engine stores in
 float16.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Batches for the tests of the losses, and how a loss is compared with its reference."""
 
 import torch

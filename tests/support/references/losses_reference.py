@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The post-training losses as their papers write them: a loop over sequences, all logits at once, any
 dtype."""
 

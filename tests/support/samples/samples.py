@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments for every op of torch.ops.liger, for the tests that go over all of them."""
 
 import torch

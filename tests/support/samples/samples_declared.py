@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Samples of declared ops, drawn from their declarations: rows, strided rows with other options, no rows."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments of the ops of losses: see samples.py."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the tests of fused_linear_logprobs on the engine for compute capability 9.0 share."""
 
 import pytest

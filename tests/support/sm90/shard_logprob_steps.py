@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The compiled steps of fused_linear_logprobs on the engine of compute capability 9.0, in torch.
 
 They have the arguments and the rules of csrc/lm_head/sm90/shards/logprobs.cu and of its kernels, with the

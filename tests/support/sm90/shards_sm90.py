@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The steps of fused_linear_ce on one device, which computes the shards of all ranks in turn."""
 
 from itertools import pairwise

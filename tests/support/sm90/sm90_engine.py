@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the tests of the engine for compute capability 9.0 share: shapes that it takes, and what results are
 held to."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compiled attention without a mask, as docs/patching.md says: by layers, and by an attention function."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A norm that waits for the rotation after it: everything else that reads it gets its result."""
 
 import pytest

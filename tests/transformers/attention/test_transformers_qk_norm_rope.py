@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms of queries and keys and their rotation in one op: which attentions get it, and that nothing else
 changes."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attentions that differ from the usual form in one respect: which of them get norms and rotation in one
 op."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary embeddings: every form of transformers is recognised, and what differs from it is left."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.transformers.checkpoint on the CPU: equal gradients, other packages, copies, its end, bad
 arguments."""
 

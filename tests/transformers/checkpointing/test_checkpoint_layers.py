@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The plan of liger.transformers.checkpoint: bytes of layers and steps, layers for given bytes, growing
 lengths."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The arithmetic of kept layers, and the counting of saved bytes."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The planner of checkpointed layers on devices whose memory is simulated."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.patch(recompute=True): what is saved, the same bits, and what other hooks, compilers and transforms
 see."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """liger.patch(model, accumulate_grad_weight=True): micro-batches add to main_grad or grad of the head's
 weight."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which models compute the loss in their lm_head: forwards that a trial must tell apart."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models that call torch's cross entropy themselves: encoder-decoders and masked language models."""
 
 import functools

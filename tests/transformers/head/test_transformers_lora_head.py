@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LoRA on the lm_head: the adapters and the weight train through the fused loss."""
 
 import copy

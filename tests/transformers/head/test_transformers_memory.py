@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Memory that patched models reuse: one gradient for a weight that embedding and head share, the MLP's
 product."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched experts: recognised by trial, with the losses and gradients of the unpatched model, in less
 memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which experts are recognised by trial, and which are left alone."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched MLPs overwrite the outputs of their projections in the backward, unless something else reads
 them."""
 

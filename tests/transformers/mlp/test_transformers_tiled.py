@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patching with tiled_mlp: MLPs a shard of tokens at a time, with the results of the unpatched model."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMS norms with a gate: which are replaced, which are left, and that the models compute the same."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms and activations: what a trial takes, what it leaves, and that the replacement computes the same."""
 
 import copy

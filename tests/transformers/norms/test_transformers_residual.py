@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Residual addition and norm in one op: which decoder layers are replaced, and what of a layer stays as it
 was."""
 

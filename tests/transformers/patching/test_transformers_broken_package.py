@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patching beside an installed package that cannot be imported: liger imports none that the model does not
 need."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layer norms, squared ReLU, forms of rotary embeddings and weightless norms in architectures of
 transformers."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What patching touches and what it does not: instances, classes, globals, copies, pickles, and the way
 back."""
 

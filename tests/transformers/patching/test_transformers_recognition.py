@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What patching takes for the layers that it knows, what it leaves alone, and the reason that it gives."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A function copied with one of its globals renamed."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What patch_report says of a model: what runs on liger now, in words about the model."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials look where a module may differ from the op: in training, with large and small numbers, in every
 layout."""
 

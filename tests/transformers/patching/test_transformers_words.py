@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What people read: the line of patch, the table of the report, errors of options; the functions of model
 types."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models in the eyes of frameworks that wrap layers: classes found by name, outputs cast by a
 policy."""
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // One chunk of rows on the wgmma engine: which kernels run, on which buffers. The caller allocates the
 // buffers: fused_linear_ce, the losses (losses/losses.cu), or linear_backward. README.md draws the memory
 // map.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The steps of a chunk up to its exponentials: gathered rows, the logits GEMM, tiles that overflowed.
 #include <algorithm>
 #include <array>

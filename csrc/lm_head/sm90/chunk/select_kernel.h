@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Kernel selection for the steps of a chunk: values of a call become compile-time constants.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Parts that the epilogues of a chunk's three GEMMs share. Each epilogue saves a pass over memory:
 //
 // - ExpEpilogue (exponentials.cuh): exp(input @ weight.T - reference), and sums per row and tile.

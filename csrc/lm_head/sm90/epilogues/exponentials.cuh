@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The epilogue of the logits GEMM: exponentials, and sums of exponentials per row and tile.
 //
 // The reference of a row is the logit of its target, which is known before the GEMM. bf16 has the exponent

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The gradient of the bias: for each class the sum over rows of the scaled exponentials, minus one-hot and
 // smoothing terms.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The epilogue of the input gradient.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The epilogue of the weight gradient, which accumulates over chunks in its own memory.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Terms of fused_linear_ce in addition to the product of hidden states and weight: bias and softcap in the
 // epilogue of the logits GEMM, and the rank-one terms of label smoothing in the epilogues of both gradients.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Persistent, warp-specialised GEMM of bf16 or fp16 with wgmma and TMA (sm_90a only).
 //
 // Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and up to 320 columns. The producer warp

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Launches of the wgmma GEMM: TMA descriptors, the number of resident clusters, the launch configuration.
 #pragma once
 

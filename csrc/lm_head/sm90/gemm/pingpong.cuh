@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The GEMM of gemm.cuh with a tile per warpgroup, the schedule that CUTLASS calls ping-pong: while one
 // consumer warpgroup runs the epilogue of its tile, the other one uses the tensor cores (sm_90a only).
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // PTX wrappers for sm_90a (wgmma, TMA, mbarrier, stmatrix) and the shared memory layout of the GEMM.
 #pragma once
 

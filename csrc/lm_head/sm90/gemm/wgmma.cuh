@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The wgmma instructions of the GEMM, by element type and number of columns.
 #pragma once
 

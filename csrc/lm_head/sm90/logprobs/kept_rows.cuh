@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Row kernels of fused_linear_logprobs. Upstream gradients arrive after the forward, so the forward keeps a
 // few numbers per row; the backward computes the gradient of the logits from them and from the exponentials.
 //

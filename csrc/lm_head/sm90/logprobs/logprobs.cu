@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // fused_linear_logprobs on the wgmma engine: the gradients arrive after the forward.
 //
 // If the exponentials of all rows are kept from the forward to the backward, forward and backward take three

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The gradients of log-probabilities and entropies from kept rows (kept_rows.cuh): launches for logprobs.cu
 // and shards/logprobs.cu.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Two per-row results of fused_linear_logprobs, from sums of the logits GEMM:
 //
 //   log_sum_sq_probs   log(sum of p^2) = log(sum of E^2) - 2 log(sum of E), of the exponentials E

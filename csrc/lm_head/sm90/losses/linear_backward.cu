@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The backward of a linear layer over classes from a row-major dlogits, by the wgmma GEMMs of
 // fused_linear_ce: the weight gradient is accumulated over chunks in its own memory. Losses that compute
 // dlogits themselves use it.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The wgmma engine in two steps, for liger.losses: first the log-probabilities of the targets of a chunk
 // (with entropies and argmax as metrics), then, given the loss's gradient, the gradients of the linear layer.
 //

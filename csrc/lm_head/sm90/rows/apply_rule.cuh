@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The rows of a chunk between GEMM 1 and the gradients: losses, metrics, scales and one-hot terms.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Parts of the row kernels that handle the small range of float16.
 #pragma once
 

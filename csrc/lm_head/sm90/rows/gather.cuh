@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The valid rows of a chunk before GEMM 1: gathered, with the logits of their targets and references.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // fused_linear_ce of a sharded vocabulary on the wgmma engine, in steps: each rank has the weight of a shard
 // of the classes, and torch.distributed communicates between the steps
 // (python/liger/distributed/vocab/sm90.py).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Row kernels of a shard of the classes: for the backward of log-probabilities, and for a forward that keeps
 // exponentials.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // fused_linear_logprobs of a sharded vocabulary on the wgmma engine, in steps
 // (python/liger/distributed/vocab/sm90_logprobs.py). The forward:
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // The largest distance between the reference of a shard and the reference of the whole row.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // Kernels on the rows of a chunk where the classes are sharded over devices (step.h). A rank has the weight
 // of some classes, its shard; every rank has the same rows.
 //

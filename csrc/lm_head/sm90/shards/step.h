@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
 // One step of a chunk with the classes sharded over ranks; the ops of this folder use it.
 // A rank has the weight of some classes, its shard; every rank has the same rows.
 #pragma once

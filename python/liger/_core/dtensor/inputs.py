@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DTensors: recognition, and conversion of token dimensions to rows.
 
 ``torch.distributed.tensor`` takes half a second to import, so ``import liger`` does not import it. No value

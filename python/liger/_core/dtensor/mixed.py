@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The error about plain tensors mixed with DTensors."""
 
 

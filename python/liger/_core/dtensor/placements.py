@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Placements and strides of DTensors."""
 
 from torch.distributed.tensor import Replicate

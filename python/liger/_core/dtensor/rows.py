@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Conversion between DTensors with any token dimensions and the rows of the loss ops, without communication.
 
 Flattening gives each rank the rows of its own shard, so the order of rows over all ranks differs from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loop over chunks of an lm_head's logits: ``for at, logits in chunks`` writes the logits of one chunk
 after the other to the same memory. The gradient of the logits overwrites them there, and
 :meth:`HeadChunks.add` turns it into the gradients of the lm_head.

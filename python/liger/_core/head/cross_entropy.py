@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The row rule of cross entropy in plain torch, shared by cross_entropy and fused_linear_ce
 (docs/cross_entropy.md)."""
 

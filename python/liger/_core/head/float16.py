@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradients of an lm_head in float16, from gradients of the logits in float16 with a scale.
 
 The gradient of a logit is at most a probability divided by the number of tokens: in float16 it would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The factor by which gradients of float16 are larger between forward and backward.
 
 The gradients of a mean over thousands of rows are subnormal numbers of a few bits in float16, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """An lm_head with logits in float32, and its gradients: ``logits_dtype=torch.float32``.
 
 The logits of a chunk are float32 on every backend, as exact as IEEE float32 (:mod:`.float32_matmul`), and so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The forward of fused_linear_logprobs keeps logits or exponentials for its backward, which then skips a
 GEMM.
 

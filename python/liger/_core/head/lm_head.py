@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lm_head, a linear layer from hidden states to classes, computed in chunks of rows.
 
 A loss that depends on the logits z of a row only through the log-probability of the target and the entropy H

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The low-rank term of an lm_head with adapters (LoRA): logits ``x W^T + down B^T`` with
 ``down = scale * x A^T``.
 

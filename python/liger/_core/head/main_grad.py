@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A float32 sum of the gradients of a weight over micro-batches, to which a backward adds without a
 temporary.
 

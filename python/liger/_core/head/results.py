@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of the cross entropy ops: fakes, and the output of the public functions."""
 
 from typing import NamedTuple

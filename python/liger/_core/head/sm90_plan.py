@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/lm_head/sm90/planner.h."""
 
 from typing import NamedTuple

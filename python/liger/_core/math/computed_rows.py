@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The rows of a batch that an lm_head computes: all, or all that are not ignored.
 
 Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Products of matrices as exact as in IEEE float32, whatever the process allows for float32 matrix products
 (TF32 on a GPU, bfloat16 in oneDNN on a CPU).
 

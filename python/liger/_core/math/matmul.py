@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GEMMs of a linear layer that is computed in chunks of rows.
 
 All use ``out=`` forms: autocast does not cast their operands.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Strides of results, as ``torch.empty_like`` of the input has them."""
 
 import torch

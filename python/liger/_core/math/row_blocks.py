@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Iteration over a tensor in blocks of rows, which bounds the size of float32 temporaries."""
 
 import torch

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Questions about modules: plain linear layers, hooks, quantised weights."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whose hooks a module has."""
 
 from __future__ import annotations

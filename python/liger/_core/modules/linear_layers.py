@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recognition of modules that are linear layers and nothing else, and of outputs that their caller may
 overwrite."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recognition of quantised weights."""
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of the arguments of public functions and modules (docs/errors.md).
 
 :func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autocast for ops that consist of other ops: operands are cast as torch.nn.functional.linear casts them."""
 
 import torch

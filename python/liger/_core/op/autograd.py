@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autograd formulas of ops, and helpers that these formulas share.
 
 A formula that is registered in Python serves every caller of an op, but on a small tensor the dispatcher

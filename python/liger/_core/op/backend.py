@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choice of the backend of each op family: ahead-of-time CUDA, Triton, or plain torch.
 
 ``LIGER_BACKEND`` (read once, at import) is ``auto``, a backend, or a backend followed by exceptions::

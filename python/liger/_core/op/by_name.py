@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The arguments of an op as one object, and the options among them.
 
 Kernels and fakes get their arguments by position. :func:`by_name` binds them once, to the names of the

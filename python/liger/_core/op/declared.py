@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fakes, autograd formulas and vmap rules that follow from the declarations of csrc/declarations.cpp.
 
 The arguments of ``<op>_backward`` say by their names what they are: ``grad_<output>``, an argument or a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fake (meta) implementations: the shapes, strides and dtypes of results, for compilers and meta tensors."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autograd for losses that compute their gradients in the forward.
 
 The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. This module

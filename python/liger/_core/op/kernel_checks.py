@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks before a Python kernel that compiled kernels make themselves: arguments, overlapping memory,
 devices."""
 

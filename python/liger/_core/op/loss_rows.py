@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Conversion of the arguments of public losses to the arguments of the ops, which take rows."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of public functions and losses with names, which programs of torch.export can return and be saved
 with."""
 

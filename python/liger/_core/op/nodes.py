@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autograd nodes in C++ (csrc/autograd/nodes.cpp), where their library is loaded.
 
 An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs less

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Types that the annotations of several public functions share."""
 
 from collections.abc import Sequence

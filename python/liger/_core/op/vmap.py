@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """vmap rules: a helper for hand-written rules, and a loop for every op without a rule."""
 
 import torch

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The first imports of ``import liger``: compiled libraries, environment variables, optional packages."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Environment variables that are read when liger is imported, or 0 or 1."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optional packages: each is installed by the extra of liger-ops with its name."""
 
 from __future__ import annotations

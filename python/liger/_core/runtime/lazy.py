@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Public names of a package that are imported at first use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, autograd nodes only
 into the torch that they were built for."""
 

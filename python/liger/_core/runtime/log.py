@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Diagnostics on stderr, which ``LIGER_LOG`` selects: ``dispatch``, ``plan``, or both with a comma.
 
 ``plan`` is read by the planners in C++ (csrc/host/log.h).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The environment variable LIGER_MEMORY_BUDGET, checked at the start of public functions.
 
 An op can only raise RuntimeError, but an invalid environment variable is a ValueError, as for other settings.

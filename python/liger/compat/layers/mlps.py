@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gated MLPs, with the constructors and the submodule names of liger_kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embeddings, with the arguments of liger_kernel. q, k and their gradients are not
 written."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms, gated units and other row-wise functions, with the arguments of liger_kernel.
 
 ``in_place`` has no effect anywhere: no function writes into a tensor of the caller or into a gradient.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loss of a causal language model from its hidden states, and output classes with metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of logits and of an lm_head, with the arguments of liger_kernel."""
 
 from __future__ import annotations

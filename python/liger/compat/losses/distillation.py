@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation losses of two lm_heads, with the arguments of liger_kernel.
 
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many tokens a chunk has.

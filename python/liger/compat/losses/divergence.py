@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences between a student and a teacher, with the arguments of liger_kernel."""
 
 from __future__ import annotations

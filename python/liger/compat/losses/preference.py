@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Preference losses, with the arguments and the metrics of liger_kernel.
 
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many pairs a chunk has.

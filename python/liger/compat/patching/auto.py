@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """AutoModelForCausalLM that patches the models that it returns."""
 
 from __future__ import annotations

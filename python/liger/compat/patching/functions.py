@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``apply_liger_kernel_to_*`` and the other functions of ``liger_kernel.transformers.monkey_patch``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's ORPOTrainer with the loss of liger."""
 
 from __future__ import annotations

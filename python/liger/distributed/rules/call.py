@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local
 tensors."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DTensor rules of losses: each rank computes the losses of its tokens and divides by the denominator of all
 tokens.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DTensor rules: the placements of arguments that each op needs, and the placements of its results.
 
 The main argument decides. If it is replicated, or sharded along a dimension whose shards are independent in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The first exchange between the processes of a group in a vocabulary-parallel call.
 
 Each process says whether its arguments are valid, which classes it has, and, as a hash, what has to be the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and
 autograd.
 

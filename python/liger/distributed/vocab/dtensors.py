@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of DTensors that are sharded along the classes, by the vocabulary-parallel ops.
 
 The public functions of whole vocabularies come here. Each function returns None for a call that the

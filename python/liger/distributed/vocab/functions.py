@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy and log-probabilities of a vocabulary that is sharded over the processes of a group.
 
 Every process calls these functions with the same rows and options, and with its own shard of the classes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The op of vocabulary-parallel log-probabilities: schemas, kernels, fakes and autograd.
 
 docs/vocab_parallel.md says which data is exchanged and when.

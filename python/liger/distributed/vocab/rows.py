@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The row rule of cross entropy, from the statistics of shards of a row."""
 
 from typing import NamedTuple

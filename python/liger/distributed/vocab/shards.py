@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The shard of classes of each process of a group, and the exchange of statistics between processes."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce of a sharded vocabulary on the wgmma engine of compute capability 9.0: steps and
 communication. :mod:`liger.distributed.vocab.sm90_logprobs` has log-probabilities.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of
 steps.
 

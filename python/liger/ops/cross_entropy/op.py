@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
 
 docs/cross_entropy.md defines every term, and says when the forward computes the gradient.

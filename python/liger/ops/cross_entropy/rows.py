@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cross_entropy of the torch backend.
 
 It processes blocks of rows, which bounds the size of float32 temporaries.

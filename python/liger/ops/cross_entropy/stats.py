@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Statistics of logits of some of the classes, from which a loss over all classes follows, and their
 gradient.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total
 variation.
 

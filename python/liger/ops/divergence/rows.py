@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The divergence family of the torch backend."""
 
 import torch

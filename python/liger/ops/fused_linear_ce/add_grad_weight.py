@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``:
 ``accumulate_grad_weight=True``.
 

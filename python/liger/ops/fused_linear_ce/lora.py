@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): fakes, autograd, and
 the calls of the public functions with ``lora_a`` and ``lora_b``.
 

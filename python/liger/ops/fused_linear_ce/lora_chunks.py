@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kernels of fused_linear_ce and fused_linear_logprobs for an lm_head with a low-rank term (LoRA): Python
 for every device, over GEMMs and the row kernels of cross entropy.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of a linear layer's output, in chunks of rows with logits that fit a memory budget.
 
 docs/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The chunk loop of the divergences between the outputs of two linear layers.
 
 It is the same on every device: torch GEMMs around the row ops. Logits exist for a slice of a chunk at a time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences between the outputs of two linear layers, in chunks of rows with logits that fit a memory
 budget.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation losses of rows of a student's logits, and the gradient of the logits.
 
 The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its

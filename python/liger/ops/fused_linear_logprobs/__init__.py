@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities of target tokens under a linear layer."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kernels of fused_linear_logprobs: Python for every device, over the engines and row kernels of cross
 entropy.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities of target tokens under the softmax of a linear layer, in chunks of rows.
 
 The gradients of the log-probabilities arrive after the forward. Either the forward keeps the exponentials of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of the shapes, dtypes, devices and options of grouped_experts, with the names of its arguments."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Grouped GEMMs: one product per group of consecutive rows.
 
 ``ends`` (groups,) int32 on the device of the rows: the end of every group; the first group starts at row 0,

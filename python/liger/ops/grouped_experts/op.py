@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture of experts: dropless, by grouped GEMMs over the slots sorted by expert.
 
 Autograd saves x, indices, weights and the result of the first GEMM (gate and up), and no other activation:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The parts of the kernels of grouped_experts: routing, activations, and the sum of the experts of a
 token."""
 

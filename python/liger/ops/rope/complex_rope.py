@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the
 real and imaginary parts as cos and sin."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later):
 :func:`liger.rope` with a merged table, in which every pair of elements uses one of the three positions.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embedding (Su et al., arXiv 2104.09864): reference kernels, fakes, autograd, API.
 
 Each pair (x1, x2) of the first R elements of a head is rotated by the angle of its token:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMSNorm of each head of queries and keys, then the rotary embedding: reference kernels, fakes, autograd,
 API.
 

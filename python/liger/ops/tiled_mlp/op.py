@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated MLP of language models, one shard of tokens at a time, so that its activations never exist for
 all tokens.
 

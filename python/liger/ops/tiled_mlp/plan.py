@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The plan of tiled_mlp: its shards of tokens, the tokens whose gate and up are saved, and the memory of each
 shard.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The projections, weight gradient sums and shard buffers of the kernels of tiled_mlp."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs a token-wise module on one shard of tokens at a time, so that its activations exist for one shard
 only.
 

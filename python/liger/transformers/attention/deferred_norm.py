@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMS norms of queries and keys that the rotation computes: ``liger.qk_norm_rope`` instead of two norms and a
 rotation.
 

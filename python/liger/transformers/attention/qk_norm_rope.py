@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention with one op for the norms of queries and keys and the rotation: the patched class, and its trial.
 
 The trial runs the forward with stand-ins for its submodules: as it is, with norms and rotation as single ops,

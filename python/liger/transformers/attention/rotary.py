@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rotary embeddings: attention that calls the ops instead of the functions of its module.
 
 Which form of rotation (attention/rotations.py) a function computes follows from a trial.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The forms in which models apply rotary embeddings, each as a call of liger.rope or liger.complex_rope.
 
 A form has ``rotate(tensors, tables, unsqueeze)``, which returns the rotated tensors, or None if the op does

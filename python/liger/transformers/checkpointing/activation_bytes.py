@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The bytes that one decoder layer saves for its backward."""
 
 import torch

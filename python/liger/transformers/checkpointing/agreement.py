@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Numbers on which all ranks agree, by a collective of the CPU that does not synchronise a device."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``checkpoint``: recomputes as many decoder layers as the memory asks for, and no more.
 
 A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The decoder layers of a model, and the switch of each layer between recomputation and kept activations.
 
 The layers of transformers are switched by their own attributes: ``gradient_checkpointing`` is True for every

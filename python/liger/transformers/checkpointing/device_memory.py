@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The memory of a device during a step: measured by the allocator of CUDA, counted on a CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The number of layers that may keep their activations: arithmetic over measured steps, without a model or a
 device.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checkpointing of a model by the methods of transformers. Their names changed in 5.24."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bytes per token that autograd saves in the decoder layers of a patched model, from the modules alone.
 
 Counted are tensors that grow with the tokens. Assumed: every weight is trained, no autocast, no cache of keys

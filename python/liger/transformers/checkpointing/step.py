@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One step of a planned model: the state of the allocator at its start, and whether its backward has
 started."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recognition of models where the lm_head can compute the loss.
 
 The trial calls the forward of the model between stand-ins for its other modules, which return artificial

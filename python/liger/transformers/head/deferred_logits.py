@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stand-ins for logits that a head returns where the forward of the model calls torch's cross entropy itself.
 
 Encoder-decoders and masked language models do so:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kind of an lm_head: which of its linear layers may compute the loss, and why none may.
 
 A head is a plain nn.Linear, PEFT's LoRA layer around one, or PEFT's copies of one for ``modules_to_save``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loss of an lm_head with low-rank adapters (LoRA), from their first products: logits
 ``x W^T + down up^T``.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One call of a patched model with an lm_head that computes the loss: the labels, and then the loss.
 
 A patched model stores the call in a thread-local variable, in which its head finds the labels. The loss is

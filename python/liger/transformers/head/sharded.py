@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """An lm_head with a weight that is sharded over the processes of a tensor-parallel group.
 
 torch's ``parallelize_module`` makes weight and bias DTensors; hooks of the layer make a DTensor of the input,

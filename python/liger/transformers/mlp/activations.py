@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activations that are modules: squared ReLU, and GELU where its code has several operations.
 
 torch computes its own GELU in one kernel that saves its input only, so modules that call it are left alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The experts of a mixture of experts: recognition by trial, the recipe, and
 ``experts_implementation="liger"``.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``linear(activation(gate) * up)`` as one autograd node that saves gate and up, but not their product.
 
 The backward kernel of the gated product reads gate and up anyway. It also writes the product, over the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recognition of gated MLPs: first by their attributes, then by a trial.
 
 A trial runs the forward of a module that looks like an MLP on a few random numbers, small and large ones, in

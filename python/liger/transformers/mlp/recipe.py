@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recipes for gated MLPs: the forward of a patched class.
 
 The original code runs for inputs that an op does not support: mixed dtypes, DTensors mixed with plain

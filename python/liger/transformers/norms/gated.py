@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """RMS norms with a gate: the forward of a patched class, and the trial that finds it."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms: the forward of a patched class, and the trial that finds it.
 
 Root-mean-square norms with and without a weight (zero-centred ones too), and layer norms with and without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Residual addition and RMS norm in one op, inside decoder layers.
 
 Layers of the form ``s = x + attention(norm(x)); return s + mlp(norm(s))``, with or without more norms around

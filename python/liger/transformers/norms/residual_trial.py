@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The trial of a decoder layer decides if norms/residual.py may fuse its residual addition with the next
 norm.
 

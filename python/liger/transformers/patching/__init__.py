@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``patch``, ``unpatch``, their options and report."""

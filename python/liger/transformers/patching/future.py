@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patching of models that are constructed later."""
 
 from __future__ import annotations

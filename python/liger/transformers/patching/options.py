@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The options of ``liger.patch``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``patch`` and ``unpatch``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The report of a patched model: which parts run on liger, which do not, and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the
 original.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Outputs that the backward recomputes instead of saving: norms, gated products, rotated queries and keys.
 
 Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Copies of functions in which one global, or one attribute, has another name.
 
 A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Autograd nodes of patched models that reuse memory where autograd would allocate a second large tensor.
 
 Both give the results of the torch operations, with the same rounding. If the graph is retained for another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two
 results."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public callable as data, for the property tests: one case per function, loss and module, and its
 variants.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A case of a public callable, the registry of all cases, and the tensors that several families share."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Distillation losses in liger.losses."""
 
 from liger import losses

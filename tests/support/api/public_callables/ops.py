@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ops of one tensor, elementwise ops, rotary embeddings and tiled functions."""
 
 import torch

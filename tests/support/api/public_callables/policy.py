@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Policy losses in liger.losses: GRPO, GSPO and PPO."""
 
 import torch

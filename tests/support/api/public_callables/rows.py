@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of rows: cross entropy, divergences, and both with a linear head."""
 
 import torch

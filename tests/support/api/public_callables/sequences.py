@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Losses of sequences in liger.losses: preference pairs and KTO."""
 
 import torch

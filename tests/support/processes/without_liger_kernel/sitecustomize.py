@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hides an installed liger-kernel from the process that has this folder in PYTHONPATH.
 
 Neither the import system nor importlib.metadata finds it; files on disk do not change. Folders named in the

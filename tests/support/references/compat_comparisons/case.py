@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One comparison with plain torch for each callable of liger_kernel: what it computes, and the formula."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy: of logits, of an lm_head, of a sharded vocabulary; the loss of a causal language model."""
 
 import torch

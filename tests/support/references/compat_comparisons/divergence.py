@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Divergences and distillation losses."""
 
 import torch

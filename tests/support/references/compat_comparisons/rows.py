@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms, gated units, MLPs, rotary embeddings."""
 
 import torch

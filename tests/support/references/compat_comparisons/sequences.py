@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Preference and policy losses."""
 
 import losses_reference as plain
