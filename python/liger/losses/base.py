@@ -130,8 +130,8 @@ class FusedLinearLoss(nn.Module):
 
     Class attributes:
         unit: the rows that one term of the loss depends on: ``"token"``, ``"sequence"``, ``"pair"`` or
-            ``"batch"``. A chunk has the logits of as many units as fit the budget, from the forward GEMM to
-            the two backward GEMMs. If one unit exceeds the budget, its logits are computed twice.
+            ``"batch"``. A chunk is as many units as fit the budget; its logits live from the forward GEMM
+            through both backward GEMMs. If one unit exceeds the budget, its logits are computed twice.
         uses_entropy: whether ``compute`` reads the entropies.
 
     Args:
@@ -307,8 +307,8 @@ class FusedLinearLoss(nn.Module):
     def scored(
         self, batch: Batch, names: LayerNames, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three
-        tensors."""
+        """Log-probabilities of the targets in their shape, without gradients. ``names``: argument
+        names for error messages."""
         logprobs, *_ = logprobs_of_layer(
             batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()
         )
@@ -372,9 +372,9 @@ class FusedLinearLoss(nn.Module):
             shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are
                 omitted.
             divisor: returns what ``compute`` divides every term by, or the smallest of several, a float32
-                scalar; only called for float16. Until the backward, gradients then belong to up to 64 times
-                the loss: before a loss scale is applied, the gradients of the loss itself would lose bits.
-                None: they belong to the loss.
+                scalar; only called for float16. The forward then stores gradients of the loss times a factor
+                of up to 64, since they would lose bits before a loss scale is applied, and the backward
+                divides by it. None: no factor.
 
         Returns:
             A :class:`LossResult`: (loss, log-probabilities (S, L), entropies (S, L) or None, requested
@@ -420,7 +420,7 @@ class FusedLinearLoss(nn.Module):
         differentiable = any(needs_grad) or parameter is not None
         if divisor is not None and differentiable and input.dtype == torch.float16 and not is_dtensor(input):
             factor = whole[FACTOR] = float16_factor(divisor(), input.shape[0])
-        # Entropies and argmax come together, and entropies also because of uses_entropy.
+        # One flag requests entropies and argmax; with uses_entropy there are entropies in any case.
         with_metrics = "argmax" in self.metrics or ("entropy" in self.metrics and not self.uses_entropy)
         # AOTInductor passes no empty list; a tensor without a name is not used.
         tensors = [*sliced.values(), *whole.values()] or [batch.target]
@@ -432,7 +432,7 @@ class FusedLinearLoss(nn.Module):
             options.temperature, options.ignore_index, options.softcap, options.accum_dtype, options.memory_budget,
             self.uses_entropy, with_metrics, *needs_grad, options.logits_dtype, parameter is not None,
         )  # fmt: skip
-        # Without the gradients: at a graph break they would be results of the graph, and differentiated.
+        # Gradients that have names here would be results of the graph at a graph break, and differentiated.
         loss, logprobs, entropy, argmax, *row_grads = results[:6]
         if parameter is not None:
             of_logprobs, of_entropy = row_grads

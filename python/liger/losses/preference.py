@@ -191,8 +191,8 @@ class PreferenceLoss(FusedLinearLoss):
         def make_batch(target, mask=None):
             return self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
 
-        # batch has the targets of the op; it differs from preference_batch where only the likelihood term is
-        # valid.
+        # batch has the targets of the op: the targets of preference_batch, and the targets of tokens that only
+        # the likelihood term reads.
         batch = preference_batch = nll_batch = make_batch(target, mask)
         valid = nll_valid = preference_batch.valid
         half = batch.shape[0] // 2
@@ -245,8 +245,8 @@ class PreferenceLoss(FusedLinearLoss):
         )
 
     def _sum_of_other_targets(self, batch, nll_batch, weight, bias):
-        """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from
-        ``batch``'s."""
+        """The sum of the log-probabilities of the chosen tokens' targets in ``nll_batch``, where they differ
+        from the targets in ``batch``."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         logprobs = fused_linear_logprobs(

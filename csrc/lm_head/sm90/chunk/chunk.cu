@@ -57,7 +57,7 @@ bool runs_on(LinearCeProblem& problem, int device) {
       !wgmma_engine_allowed()) {
     return false;
   }
-  // Kernel attributes belong to the current device, and the caller may have no tensor that has set it.
+  // Kernel attributes belong to the current device, which no tensor of the caller need have set.
   const DeviceGuard guard(device);
   problem.clusters = resident_clusters<GradInputEpilogue<__nv_bfloat16, false, sm90::kTileN>>(device);
   return true;

@@ -2,8 +2,8 @@
 """Fakes, autograd formulas and vmap rules that follow from the declarations of csrc/declarations.cpp.
 
 The arguments of ``<op>_backward`` say by their names what they are: ``grad_<output>``, an argument or a
-result of ``<op>``, ``need_grad_<input>``, ``emit_<result>``. Its results are ``grad_<input>``; a residual has
-the gradient of x. The line of shapes, which csrc/declarations.h explains, says the rest.
+result of ``<op>``, ``need_grad_<input>``, ``emit_<result>``. Its results are ``grad_<input>``; x and
+a residual share one gradient. The line of shapes, which csrc/declarations.h explains, says the rest.
 
 Ops that this scheme does not cover keep formulas of their own: rope and qk_norm_rope, whose backward takes q
 and k but may need one of them only; losses that compute their gradients in the forward
@@ -39,7 +39,7 @@ class Declaration:
     """One entry of csrc/declarations.cpp.
 
     Attributes:
-        ops: the forward, its backward, and the forms of the backward that write.
+        ops: the forward, its backward, and the in-place forms of the backward.
         shapes: :class:`Shape` by the name of a tensor.
         options: the words of the condition on an option, such as ``["divides", "H"]``.
         main: the tensor that names the dimensions.
@@ -195,7 +195,7 @@ def _formula(op):
     # outputs.
     upstream = [name for name in of_backward if name.removeprefix("grad_") in outputs and name not in saved]
     constant_outputs = [name for name in outputs if f"grad_{name}" not in upstream]
-    # Other outputs with a gradient are sums of these inputs.
+    # A further differentiable output, such as new_residual, is the sum of these inputs.
     summands = [i for i, name in enumerate(inputs) if name in ("x", "residual")]
 
     gradients = [f"grad_{'x' if name == 'residual' else name}" for name in inputs]

@@ -77,7 +77,7 @@ def attention(module):
     # read.
     settings = tuple(setting for setting in trials.settings(module) if setting[0] != "layer_idx")
     sizes = tuple((name, type(child), _out_features(child)) for name, child in children.items())
-    # The recipe of a norm may have the name of the attribute with eps.
+    # A recipe may name the attribute that holds eps, so the value of eps belongs in the key.
     numbers = tuple(trials.settings(used[name]) for name in norms)
     key = (attention, cls, cls.forward, recipe, settings, sizes, tuple(norms.items()), numbers)
     names = trials.remembered(lambda: _names(module, recipe, norms), *key)
@@ -285,7 +285,7 @@ class _Trial:
                 children[name] = self.projections[name]
             elif child is None or not _has_tensors(child):
                 children[name] = None if child is None else copy.deepcopy(child).train(case["training"])
-            # Without the others: if the forward reads one, there is no trial.
+            # Other children are left out: a forward that reads one fails its trial.
         for name in names:
             make = functools.partial(deferred, children[name], make=_Recorded)
             children[name].__dict__["uses"] = self.uses[name]
@@ -293,7 +293,7 @@ class _Trial:
         parameters = {name: p.to(dtype) for name, p in self.parameters.items()}
         layer = trials.stand_in(self.module, **parameters, **children, training=case["training"])
         if hasattr(self.module, "config"):
-            # Any attention does; this one is in the module of the model.
+            # Any attention implementation does; the eager one is in the module of the model.
             layer.__dict__["config"] = copy.deepcopy(self.module.config)
             layer.config._attn_implementation = "eager"
         return layer
