@@ -191,8 +191,8 @@ class PreferenceLoss(FusedLinearLoss):
         def make_batch(target, mask=None):
             return self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
 
-        # batch has the targets of the op: the targets of preference_batch, and the targets of tokens that only
-        # the likelihood term reads.
+        # batch has the targets of the op: the targets of preference_batch, and the targets of tokens that
+        # only the likelihood term reads.
         batch = preference_batch = nll_batch = make_batch(target, mask)
         valid = nll_valid = preference_batch.valid
         half = batch.shape[0] // 2

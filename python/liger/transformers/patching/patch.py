@@ -81,8 +81,9 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
             the rotation of normalised queries and keys, with the same bits, instead of saving them: a third
             fewer bytes per token without checkpointing. GEMMs are not recomputed. Set it before you turn to
             checkpointing, which also repeats the GEMMs. Default False.
-        accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and of an embedding tied to
-            it, to the float32 ``main_grad`` or ``grad`` of that weight (docs/main_grad.md); default False.
+        accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and of an embedding
+            tied to it, to the float32 ``main_grad`` or ``grad`` of that weight (docs/main_grad.md); default
+            False.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
