@@ -69,7 +69,9 @@ def test_pages_repeat_the_noun():
 def test_guides_are_not_a_lab_book():
     """What users read, without the lab notes and the generated table of models: at most 34000 words."""
     guides = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
-    assert sum(len(path.read_text().split()) for path in guides if path.name != "models.md") <= 34000
+    # The set-up of the tests of code blocks is in comments.
+    pages = [re.sub("<!--.*?-->", "", p.read_text(), flags=re.S) for p in guides if p.name != "models.md"]
+    assert sum(len(page.split()) for page in pages) <= 34000
 
 
 def test_lists_are_indented_as_python_markdown_needs_them():
