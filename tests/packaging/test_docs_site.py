@@ -80,6 +80,15 @@ def test_lists_are_indented_as_python_markdown_needs_them():
     assert module("stage").indent_lists(source) == expected
 
 
+def test_tables_follow_from_the_declarations():
+    found = module("declared_tables").pages(ROOT)
+    assert [path.name for path in found] == ["distributed.md", "errors.md"]
+    for committed, written in found.values():
+        assert written.count("`rms_norm`") and committed == written, (
+            "python scripts/docs_site/declared_tables.py writes them"
+        )
+
+
 def test_result_files_are_the_newest_or_quoted():
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("an sdist has no results")
