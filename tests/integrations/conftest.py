@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tests of this folder run with a stand-in, which has the part of a framework's interface that liger uses,
-and where the framework is installed, also with it."""
+"""The tests of this folder run with a stand-in, which has the part of a framework's interface that liger
+uses, and where the framework is installed, also with it."""
 
 import importlib
 import importlib.util

@@ -85,11 +85,26 @@ def test_wrong_options_are_errors_of_the_configuration(integration, options):
 
 @pytest.mark.parametrize("integration", ["installed"], indirect=True)
 def test_axolotl_finds_and_merges_the_plugin(integration):
-    """What only axolotl itself does: it loads the plugin by name, and derives its schema from the plugins."""
-    base = importlib.import_module("axolotl.integrations.base")
-    manager = base.PluginManager.get_instance()
-    manager.register(":".join(registered()), required=True)
-    assert f"{integration.__name__}.LigerOpsArgs" in manager.get_input_args()
-    schema = importlib.import_module("axolotl.integrations.config").merge_input_args()[1]
-    assert schema.model_fields["liger_ops"].default is False
-    assert "tensor_parallel_size" in schema.model_fields
+    """What only axolotl itself does: it loads the plugin by name, and merges its key into a schema that takes
+    tensor parallelism with it."""
+    config = {
+        "base_model": "llama",
+        "datasets": [{"path": "data", "type": "alpaca"}],
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-4,
+        "tensor_parallel_size": 2,
+        "plugins": [":".join(registered())],
+        "liger_ops": {"recompute": True},
+    }
+    dictionary = importlib.import_module("axolotl.utils.dict").DictDefault
+    functions = importlib.import_module("axolotl.utils.config")
+    functions.prepare_plugins(dictionary(config))
+    manager = importlib.import_module("axolotl.integrations.base").PluginManager.get_instance()
+    validated = functions.validate_config(dictionary(config))
+    assert validated.tensor_parallel_size == 2
+    model = tiny_models.make("llama")
+    manager.post_model_build(validated, model)
+    assert patch_report(model).replaced
+    with pytest.raises(TypeError, match="ropes"):
+        functions.validate_config(dictionary(config | {"liger_ops": {"ropes": True}}))

@@ -222,11 +222,25 @@ def test_torchtitan_applies_the_overrides(torchtitan):
     """What only torchtitan itself does: it finds the factories by name, and the nodes in a model's
     configuration."""
     override = sys.modules["torchtitan.config.override"]
-    from torchtitan.models.llama3 import model_registry
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     names = [f"{torchtitan.__name__}.{name}" for name in ("rms_norm", "swiglu")]
-    config = model_registry("debugmodel").model
-    override.apply_overrides(override.OverrideConfig(imports=names), config)
-    replaced = list(config.traverse(torchtitan.LigerRMSNorm.Config))
-    assert len(replaced) == 2 * len(config.layers) + 1
-    assert len(list(config.traverse(torchtitan.LigerFeedForward.Config))) == len(config.layers)
+    loss = f"{torchtitan.__name__}.loss", {"memory_budget": 1 << 20}
+    config, plain = llama3_debugmodel(), llama3_debugmodel()
+    override.apply_overrides(override.OverrideConfig(imports=[*names, loss]), config)
+    layers = len(config.model_spec.model.layers)
+    assert len(list(config.traverse(torchtitan.LigerRMSNorm.Config))) == 2 * layers + 1
+    assert len(list(config.traverse(torchtitan.LigerFeedForward.Config))) == layers
+    assert config.loss.options == {"memory_budget": 1 << 20}
+
+    head, hidden, labels = head_of(), torch.randn(2, 8, 8), torch.randint(11, (2, 8))
+    results = []
+    for chosen in (config, plain):
+        criterion, x = chosen.loss.build(compile_config=None), hidden.clone().requires_grad_()
+        criterion.set_lm_head(head)
+        value, _ = criterion(x, labels, torch.tensor(16.0))
+        value.backward()
+        results.append((value, x.grad, head.weight.grad))
+        head.weight.grad = None
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

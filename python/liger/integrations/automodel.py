@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A loss of NeMo Automodel, from hidden states and the weight of the lm_head:
 
-    loss_fn:
-      _target_: liger.integrations.automodel.LigerLinearCrossEntropy
+loss_fn:
+  _target_: liger.integrations.automodel.LigerLinearCrossEntropy
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 
+from .._core.op.types import FusedCrossEntropyOptions, Reduction
 from ..ops.fused_linear_ce.op import fused_linear_ce
 
 
@@ -28,12 +29,12 @@ class LigerLinearCrossEntropy(LinearCrossEntropy):
         self,
         ignore_index: int = -100,
         logit_softcapping: float = 0.0,
-        reduction: str = "sum",
+        reduction: Reduction = "sum",
         **options: Any,
     ) -> None:
         super().__init__()
         self.ignore_index, self.reduction = ignore_index, reduction
-        self.options = {**options, "softcap": logit_softcapping or None}
+        self.options = cast(FusedCrossEntropyOptions, {**options, "softcap": logit_softcapping or None})
 
     def forward(
         self,
@@ -50,16 +51,19 @@ class LigerLinearCrossEntropy(LinearCrossEntropy):
                 "expected 'sum'"
             )
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+        options: FusedCrossEntropyOptions = {
+            **self.options,
+            "ignore_index": self.ignore_index,
+            "token_weight": loss_weights,
+            "reduction": self.reduction if num_label_tokens is None else "mean",
+            # Without any label the sum is 0, and so must be the loss.
+            "denominator": None if num_label_tokens is None else max(num_label_tokens, 1),
+        }
         return fused_linear_ce(
             # Packed sequences come as (1, tokens, hidden) with labels (tokens,).
             hidden_states.reshape(*labels.shape, -1),
             # FSDP casts the hidden states, but not a weight that is used outside of its module.
             weight.to(hidden_states.dtype),
             labels,
-            token_weight=loss_weights,
-            # Without any label the sum is 0, and so must be the loss.
-            denominator=None if num_label_tokens is None else max(num_label_tokens, 1),
-            ignore_index=self.ignore_index,
-            reduction=self.reduction if num_label_tokens is None else "mean",
-            **self.options,
+            **options,
         )

@@ -15,7 +15,9 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.models.common import FeedForward, RMSNorm
+from typing_extensions import Unpack
 
+from .._core.op.types import FusedCrossEntropyOptions
 from ..ops.fused_linear_ce.op import fused_linear_ce
 from ..ops.rms_norm import rms_norm as _rms_norm
 from ..ops.swiglu import swiglu as _swiglu
@@ -49,7 +51,7 @@ class LigerLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        options: dict[str, Any] = field(default_factory=dict)
+        options: FusedCrossEntropyOptions = field(default_factory=FusedCrossEntropyOptions)
         """Options of liger.fused_linear_ce, such as memory_budget."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
@@ -79,11 +81,12 @@ class LigerLoss(ChunkedLossWrapper):
                     "liger.integrations.torchtitan.loss: the lm_head is tensor parallel, expected "
                     "--parallelism.tensor_parallel_degree 1"
                 )
-            reduction = "sum" if global_valid_tokens is None else "mean"
-            return fused_linear_ce(
-                hidden, head.weight, labels, head.bias, reduction=reduction, denominator=global_valid_tokens,
+            options: FusedCrossEntropyOptions = {
                 **self.options,
-            )  # fmt: skip
+                "reduction": "sum" if global_valid_tokens is None else "mean",
+                "denominator": global_valid_tokens,
+            }
+            return fused_linear_ce(hidden, head.weight, labels, head.bias, **options)
 
         # In a call of the head, so that the hooks of FSDP gather its weight and reduce its gradient. Labels
         # and denominator are no arguments of that call: FSDP would round the denominator to 16 bits.
@@ -109,7 +112,7 @@ def swiglu(cfg: FeedForward.Config) -> LigerFeedForward.Config:
 
 
 @override(target=ChunkedLossWrapper.Config, exact=True, description="liger.fused_linear_ce")
-def loss(cfg: ChunkedLossWrapper.Config, **options: Any) -> LigerLoss.Config:
+def loss(cfg: ChunkedLossWrapper.Config, **options: Unpack[FusedCrossEntropyOptions]) -> LigerLoss.Config:
     """Options are those of :func:`liger.fused_linear_ce`, such as label_smoothing and memory_budget."""
     if type(cfg.loss_fn) is not CrossEntropyLoss.Config:
         raise TypeError(

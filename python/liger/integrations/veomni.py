@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 
 from ..nn.norm import RMSNormGated
@@ -34,7 +33,7 @@ def _vision_rope(
     return q.squeeze(0), k.squeeze(0)
 
 
-def _swiglu_mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _swiglu_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=True))
 
 
