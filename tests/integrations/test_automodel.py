@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 FRAMEWORK = "nemo_automodel"
 
@@ -78,6 +79,19 @@ def test_a_weight_in_float32(integration, tensors):
     loss = integration.LigerLinearCrossEntropy(memory_budget=1024)(hidden.bfloat16(), labels, weight)
     torch.testing.assert_close(loss, losses(hidden, labels, weight).sum(), rtol=0.02, atol=0.02)
     assert torch.autograd.grad(loss, weight)[0].dtype == torch.float32
+
+
+def test_a_weight_that_fsdp_shards(integration, tensors, process_group):
+    hidden, labels, weight = tensors
+    head = nn.Linear(8, 11, bias=False)
+    head.weight = nn.Parameter(weight.detach().clone())
+    fully_shard(head, mesh=process_group)
+    group = process_group.get_group()
+    loss = integration.LigerLinearCrossEntropy()(hidden, labels, head.weight, 8, grad_reduce_group=group)
+    expected = losses(*tensors).sum() / 8
+    torch.testing.assert_close(loss, expected)
+    (grad,) = torch.autograd.grad(loss, head.weight)
+    torch.testing.assert_close(grad.full_tensor(), torch.autograd.grad(expected, weight)[0])
 
 
 @pytest.mark.parametrize("integration", ["installed"], indirect=True)
