@@ -77,9 +77,17 @@ def test_without_the_key_nothing_changes(integration):
         assert not patch_report(model).replaced
 
 
-@pytest.mark.parametrize("options", [{"ropes": True}, {"rope": 1}, {"tiled_mlp_num_shards": 2}], ids=str)
-def test_wrong_options_are_errors_of_the_configuration(integration, options):
-    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"ropes": True}, "there is no option 'ropes'. Did you mean rope?"),
+        ({"rope": 1}, "the option rope is 1, expected True or False"),
+        ({"tiled_mlp_num_shards": 2}, "only together with tiled_mlp=True"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_errors_of_the_configuration(integration, options, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         integration.LigerOpsArgs(liger_ops=options)
 
 

@@ -179,7 +179,7 @@ def test_loss(torchtitan, tokens):
 
 
 def test_loss_of_a_sharded_head(torchtitan, process_group):
-    """FSDP gathers the weight in the call of the head, and leaves the denominator as it is: 4097 is no
+    """FSDP gathers the weight in the call of the head, and leaves the denominator as it is: 257 is no
     bfloat16."""
     norm, head = nn.RMSNorm(8), head_of()
     weight = head.weight.detach().clone().requires_grad_()
@@ -189,10 +189,10 @@ def test_loss_of_a_sharded_head(torchtitan, process_group):
     fully_shard(model, mesh=process_group, mp_policy=policy)
     model.forward = norm.__call__  # as with torchtitan's _skip_lm_head
     hidden, labels = torch.randn(2, 5, 8), torch.randint(11, (2, 5))
-    loss, _ = loss_of(torchtitan, head)(model(hidden), labels, torch.tensor(4097.0))
+    loss, _ = loss_of(torchtitan, head)(model(hidden), labels, torch.tensor(257.0))
     loss.backward()
     plain = F.rms_norm(hidden.bfloat16(), (8,)) @ weight.bfloat16().T
-    expected = F.cross_entropy(plain.float().flatten(0, 1), labels.flatten(), reduction="sum") / 4097
+    expected = F.cross_entropy(plain.float().flatten(0, 1), labels.flatten(), reduction="sum") / 257
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     torch.testing.assert_close(head.weight.grad.full_tensor(), weight.grad, rtol=0.02, atol=1e-5)
