@@ -41,6 +41,7 @@ BELOW = {
     "transformers": {"_core", "transformers"},
     "trl": {"_core", "ops", "losses", "transformers"},
     "compat": {"_core", "ops", "losses", "nn", "distributed", "transformers", "trl"},
+    "integrations": {"_core", "ops", "nn", "transformers"},
 }
 # These may import everything that does not import them; "" is liger/__init__.py.
 TOP = {"", "cli"}

@@ -136,6 +136,7 @@ def test_wheel_metadata(wheel):
         line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line
     ] == [f"Requires-Dist: torch>={oldest}"]
     assert "liger = liger_cli:main" in entry_points
+    assert "liger-ops = liger.integrations.axolotl:LigerOpsPlugin" in entry_points
 
 
 def test_wheel_metadata_for_an_index(wheel):
