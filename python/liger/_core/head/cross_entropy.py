@@ -43,6 +43,10 @@ def check_row_stats(op, logits, stats):
     check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
 
 
+# The first fields of CEOptions: the options of the ops without a linear layer.
+LOGIT_OPTIONS = 8
+
+
 class CEOptions(NamedTuple):
     """The options of cross entropy, in the order of the op schemas. The last two are options of a linear
     layer."""
@@ -66,7 +70,7 @@ class CEOptions(NamedTuple):
     @property
     def of_logits(self):
         """The options of the ops without a linear layer."""
-        return self[:8]
+        return self[:LOGIT_OPTIONS]
 
     @property
     def exact(self):

@@ -13,7 +13,7 @@ import torch
 
 from ..._core.dtensor.inputs import is_dtensor
 from ..._core.head.chunks import HeadChunks
-from ..._core.head.cross_entropy import CEOptions, Metrics, make_rule
+from ..._core.head.cross_entropy import LOGIT_OPTIONS, CEOptions, Metrics, make_rule
 from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import check_classes, dtype_name
@@ -146,7 +146,8 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options):
         input, target, bias, options: in the form that the op takes.
     """
 
-    ce_weight, token_weight, denominator, *others = options.of_logits
+    # Not of_logits: torch.compile of torch 2.10 traces no property of a named tuple.
+    ce_weight, token_weight, denominator, *others = options[:LOGIT_OPTIONS]
 
     def add(total, weight, saved, grads):
         x, y, b, *weights = saved
