@@ -144,6 +144,8 @@ def test_compiled_without_graph_breaks(name):
     plain = make(name)
     model, inputs = liger.patch(twin(plain)), batch(plain)
     torch._dynamo.reset()
+    # torch 2.10 leaves its hook on new buffers behind where an earlier trace in this process has failed.
+    torch.nn.modules.module._global_buffer_registration_hooks.clear()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(**inputs).loss.backward()
     _, expected = step(plain, **inputs)
