@@ -4,7 +4,7 @@
 #
 #   LIGER_BUILD_CUDA   auto (default): build them where nvcc is found; 1: nvcc is required; 0: leave them out
 #   LIGER_CUDA_ARCHS   e.g. "80;90a" or "8.0 9.0a", or all; TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") is read when it is not
-#                      set. Neither: those of the GPUs of this machine; all where nvidia-smi finds none
+#                      set. Neither: the architectures of the GPUs of this machine; all where nvidia-smi finds none
 
 set(LIGER_ALL_ARCHS 80 86 89 90a 100 120)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sources of a release: those of a commit, with links that lead somewhere from the page of a package
+"""The sources of a release: a commit, with links that lead somewhere from the page of a package
 index."""
 
 import io

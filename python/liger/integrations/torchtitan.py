@@ -113,7 +113,7 @@ def swiglu(cfg: FeedForward.Config) -> LigerFeedForward.Config:
 
 @override(target=ChunkedLossWrapper.Config, exact=True, description="liger.fused_linear_ce")
 def loss(cfg: ChunkedLossWrapper.Config, **options: Unpack[FusedCrossEntropyOptions]) -> LigerLoss.Config:
-    """Options are those of :func:`liger.fused_linear_ce`, such as label_smoothing and memory_budget."""
+    """Takes the options of :func:`liger.fused_linear_ce`, such as label_smoothing and memory_budget."""
     if type(cfg.loss_fn) is not CrossEntropyLoss.Config:
         raise TypeError(
             f"liger.integrations.torchtitan.loss: loss_fn is {type(cfg.loss_fn).__qualname__}, expected "

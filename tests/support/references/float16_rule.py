@@ -3,7 +3,7 @@
 float16.
 
 docs/lab/fused_linear_ce.md, "float16", has the analysis; csrc/lm_head/sm90 the kernels. The constants
-are those of csrc/lm_head/sm90/element.cuh, sizes.h and rows/float16_range.cuh.
+are in csrc/lm_head/sm90/element.cuh, sizes.h and rows/float16_range.cuh.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 """fused_linear_logprobs of a sharded vocabulary on the wgmma engine of compute capability 9.0: the order of
 steps.
 
-The steps are those of csrc/lm_head/sm90/shards/logprobs.cu. In the forward the processes add the logits of
+csrc/lm_head/sm90/shards/logprobs.cu has the steps. In the forward the processes add the logits of
 the targets and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over
 all classes, so its exponentials need no exchange; the processes add the input gradients of each chunk. It
 computes the exponentials again, unless the forward has kept them. The host never waits for the device, except
