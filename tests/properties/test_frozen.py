@@ -3,21 +3,7 @@
 
 import pytest
 import torch
-from public_callables import CASES, arguments, outputs, weighted_sum
-
-from liger._core.runtime.environment import triton_interpreted
-
-# The interpreter takes its time: ops that have a Triton kernel of their own.
-MANY_KERNELS = (
-    "losses.",
-    "nn.",
-    "fused_linear_logprobs",
-    "fused_linear_kl",
-    "fused_linear_jsd",
-    "tiled",
-    "grouped",
-)
-NAMES = [name for name in CASES if not (triton_interpreted() and name.startswith(MANY_KERNELS))]
+from public_callables import CASES, arguments, interpretable, outputs, weighted_sum
 
 
 def gradients(name, given, wanted, used=None):
@@ -32,7 +18,7 @@ def gradients(name, given, wanted, used=None):
     return {key: leaf.grad for key, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", interpretable())
 def test_gradients_of_some_are_those_of_all(name, device):
     given = arguments(name, device)
     keys = CASES[name].differentiable

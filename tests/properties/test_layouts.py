@@ -4,21 +4,7 @@
 import pytest
 import torch
 from cases import strided_like
-from public_callables import CASES, arguments, differentiable_outputs, outputs
-
-from liger._core.runtime.environment import triton_interpreted
-
-# The interpreter takes its time: ops that have a Triton kernel of their own.
-MANY_KERNELS = (
-    "losses.",
-    "nn.",
-    "fused_linear_logprobs",
-    "fused_linear_kl",
-    "fused_linear_jsd",
-    "tiled",
-    "grouped",
-)
-NAMES = [name for name in CASES if not (triton_interpreted() and name.startswith(MANY_KERNELS))]
+from public_callables import CASES, arguments, differentiable_outputs, interpretable, outputs
 
 
 def padded(tensor):
@@ -62,7 +48,7 @@ def run(name, given, upstream):
     return [*results, *torch.autograd.grad(results, wanted, upstream)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", interpretable())
 def test_equal_to_contiguous_tensors(name, device):
     given = arguments(name, device)
     upstream = [torch.randn_like(r) for r in differentiable_outputs(name, given)]

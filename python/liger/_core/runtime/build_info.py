@@ -5,8 +5,6 @@ import functools
 
 import torch
 
-from . import load  # noqa: F401  registers torch.ops.liger.build_info
-
 
 @functools.lru_cache(None)
 def build_info() -> dict[str, str]:

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 import torch
 
+from .build_info import build_info
 from .environment import python_nodes
 
 
@@ -91,8 +92,7 @@ def _load_cuda():
     if torch.version.cuda is None:
         return False, "this torch has no CUDA"
     # The library would load, and its first kernel launch would fail.
-    built = dict(field.split("=", 1) for field in torch.ops.liger.build_info())["cuda"]
-    if reason := _driver_is_too_old(built):
+    if reason := _driver_is_too_old(build_info()["cuda"]):
         warnings.warn(f"liger: {reason}; Triton serves CUDA tensors instead", stacklevel=2)
         return False, reason
     try:

@@ -9,6 +9,7 @@ tensors of one.
 
 import liger
 from liger import losses, nn
+from liger._core.runtime.environment import triton_interpreted
 
 # Each of these modules adds its cases to CASES.
 from . import ops, rows, sequences, policy, distillation, modules  # noqa: F401  isort: skip
@@ -49,3 +50,12 @@ def public_names():
         *(f"losses.{name}" for name in losses.__all__),
         *(f"nn.{name}" for name in nn.__all__),
     ]
+
+
+def interpretable():
+    """The names of all cases; in Triton's slow interpreter, only the ops that have a kernel of their own."""
+    several = (
+        *("losses.", "nn.", "tiled", "grouped"),
+        *("fused_linear_logprobs", "fused_linear_kl", "fused_linear_jsd"),
+    )
+    return [name for name in CASES if not (triton_interpreted() and name.startswith(several))]
