@@ -172,7 +172,7 @@ def sm90_sizes():
         run(liger.fused_linear_ce, x, weight, target=target)
         run(liger.fused_linear_ce, x, weight, target=target, memory_budget=1 << 20)
         for recompute in (False, True):
-            run(liger.fused_linear_logprobs, x, weight, targets=target, temperature=0.7, recompute=recompute)
+            run(liger.fused_linear_logprobs, x, weight, target=target, temperature=0.7, recompute=recompute)
 
             def with_entropy(x, weight, recompute=recompute, target=target):
                 found = liger.fused_linear_logprobs(

@@ -33,7 +33,11 @@ FINE = {"ok", "missing"}
 
 
 def run_tiny(folder, cache, *names):
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(BENCHMARKS),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-m", "experiments", *names, "--tiny", "--out", folder, "--cache", cache]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr

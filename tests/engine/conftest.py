@@ -5,6 +5,8 @@ import pytest
 import torch
 from logprobs_sm90 import engine_calls
 
+from liger.distributed.vocab.sm90 import CompiledSteps
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -15,5 +17,5 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def shards(sm90):
-    assert sm90.CompiledSteps.are_built() and sm90.CompiledSteps.clusters(torch.empty(1, device=sm90))
+    assert CompiledSteps.are_built() and CompiledSteps.clusters(torch.empty(1, device=sm90))
     return sm90

@@ -30,7 +30,7 @@ def test_metrics(sm90, calls, name, temperature, recompute):
     shape = SHAPES[name]
     made = layer(shape, sm90)
     made[0][made[2] == -100] = math.nan
-    out, _ = run_metrics(shape, *made, temperature, recompute=recompute, **METRICS)
+    out, _ = run_metrics(shape, *made, temperature, recompute=recompute, metrics=METRICS)
     assert_exact(out, *made, temperature)
     assert calls[0] == ("forward", not recompute)
 
@@ -44,7 +44,7 @@ def test_metrics_of_targets_far_below_the_largest_logit(sm90, shape, gap, recomp
     rows = torch.arange(0, shape.rows, 3, device=sm90)
     target[rows] = logits[rows].argmin(-1)
     x[rows] *= gap / (logits.amax(-1) - logits.amin(-1))[rows].min().item()
-    out, _ = run_metrics(shape, x, weight, target, recompute=recompute, **METRICS)
+    out, _ = run_metrics(shape, x, weight, target, recompute=recompute, metrics=METRICS)
     assert_exact(out, x, weight, target, 1.0)
     assert out.log_sum_sq_probs.isfinite().all()
 
@@ -61,7 +61,7 @@ def test_a_sum_of_squares_beyond_float32(sm90, recompute):
     weight[::256, 0] = 1.0
     weight[sampled(shape.vocab), 0] = 0.0
     target.fill_(1)
-    out, _ = run_metrics(shape, x, weight, target, recompute=recompute, **METRICS)
+    out, _ = run_metrics(shape, x, weight, target, recompute=recompute, metrics=METRICS)
     assert_exact(out, x, weight, target, 1.0)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
+import tiny_models
 import torch
 from doc_blocks import blocks as python_blocks
 
@@ -54,6 +55,7 @@ def undone(monkeypatch, tmp_path):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "1")
     # With several GPUs the Trainer of a block would wrap its model in DataParallel.
+    tiny_models.older_checkpointing_method(monkeypatch)
     devices = torch.cuda.device_count()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: min(devices, 1))
     environment = dict(os.environ)

@@ -63,7 +63,8 @@ def test_step_in_a_graph_is_the_eager_step(family, checkpointing, recompute):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=4e-3)
 
 
-def test_block_of_the_documents():
+def test_block_of_the_documents(monkeypatch):
+    tiny_models.older_checkpointing_method(monkeypatch)
     page = (Path(__file__).parents[2] / "docs" / "cuda_graphs.md").read_text()
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "graph.replay()" in b)
     batches = [torch.randint(3, tiny_models.VOCAB, (2, 64), device="cuda") for _ in range(STEPS)]

@@ -9,6 +9,9 @@ namespace {
 using lm_head::Element16;
 
 constexpr float kMaxSmoothing = 0.5f;
+// The tanh of the epilogue has an absolute error of 1e-7, which a softcap multiplies.
+// python/liger/distributed/vocab/sm90.py has the same limit.
+constexpr double kMaxSoftcap = 1024.0;
 
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
@@ -97,8 +100,9 @@ std::optional<LinearCePlan> plan_fused_linear_ce_sm90(const FusedLinearCe& call)
   // Label smoothing needs the sum of a row's logits, which is not linear in the input if there is a softcap.
   // With strong smoothing the gradient is a small difference between probabilities and class weights, and the
   // rounding of the exponentials would dominate it.
-  const bool unsupported = (extras & ce::kSmoothing) &&
-                           ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMaxSmoothing);
+  const bool smoothed = (extras & ce::kSmoothing) &&
+                        ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMaxSmoothing);
+  const bool unsupported = smoothed || call.options.problem.softcap.value_or(0.0) > kMaxSoftcap;
   const bool half = call.input.scalar_type() == ScalarType::Half;
   if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
   return lm_head::plan_on_device(

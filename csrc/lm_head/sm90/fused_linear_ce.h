@@ -9,7 +9,7 @@
 namespace liger {
 
 // The plan of this engine, or nullopt if it cannot take the call. It takes bfloat16 and float16 with every
-// option except label smoothing above 0.5 and label smoothing with a softcap.
+// option except label smoothing above 0.5, label smoothing with a softcap, and a softcap above 1024.
 std::optional<LinearCePlan> plan_fused_linear_ce_sm90(const FusedLinearCe& call);
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const LinearCePlan& plan);
 

@@ -298,6 +298,21 @@ def test_ties_give_the_lowest_index(device):
     torch.testing.assert_close(output.token_accuracy.item(), 2 / 3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [1e4, 1e30, 3e38])
+def test_a_large_softcap_changes_nothing(device, dtype, softcap):
+    logits = torch.randn(5, 64, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(64, 16, device=device).to(dtype).requires_grad_()
+    x = torch.randn(5, 16, device=device).to(dtype).requires_grad_()
+    target = torch.randint(64, (5,), device=device)
+    for function, leaves in ((liger.cross_entropy, (logits,)), (liger.fused_linear_ce, (x, weight))):
+        plain, capped = (function(*leaves, target, softcap=c) for c in (None, softcap))
+        torch.testing.assert_close(capped, plain, rtol=2e-6, atol=2e-6)
+        tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+        for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in (capped, plain)), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
 def test_saturated_softcap_keeps_the_prediction(device):
     logits = torch.tensor([[50.0, 60.0, 55.0]], device=device)
     target = torch.zeros(1, dtype=torch.int64, device=device)

@@ -2,8 +2,8 @@
 """Token weights of 0, infinity and NaN: a weight multiplies the loss of its row and the gradient of the row's
 logits.
 
-The reference is this product in float64. torch's autograd is not: behind an infinite weight its log_softmax
-subtracts infinity from infinity, which makes the gradient of the target's logit NaN.
+The reference is this product in float64. Where the product is infinite, a gradient may be infinite or NaN:
+torch's log_softmax, and the compiled kernels, subtract infinity from infinity at the target.
 """
 
 import math
@@ -71,6 +71,11 @@ def test_extreme_token_weights(device, dtype, reduction, weight_of_rows, options
             found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True
         )
 
+    def same_where_finite(found, wanted):
+        finite = wanted.isfinite()
+        assert torch.equal(found.isfinite(), finite)
+        same(found[finite], wanted[finite])
+
     # One row, the ignored row, several, all.
     for rows in ([2], [1], [0, 1, 5], range(ROWS)):
         token_weight = torch.rand(ROWS, device=device) + 0.5
@@ -87,11 +92,11 @@ def test_extreme_token_weights(device, dtype, reduction, weight_of_rows, options
             same(found.detach(), loss)
             wanted = (dz @ w.double(), dz.t() @ x.double(), dz.sum(0))
             for gradient, right in zip(torch.autograd.grad(found.sum(), leaves), wanted, strict=False):
-                same(gradient, right)
+                same_where_finite(gradient, right)
         logits = z.detach().to(dtype).requires_grad_()
         loss, dz = expected(
             logits.detach().double().requires_grad_(), y, token_weight.double(), reduction, wide
         )
         found = liger.cross_entropy(logits, y, **given)
         same(found.detach(), loss)
-        same(torch.autograd.grad(found.sum(), logits)[0], dz)
+        same_where_finite(torch.autograd.grad(found.sum(), logits)[0], dz)

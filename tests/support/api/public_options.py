@@ -248,7 +248,9 @@ class _Called(torch.nn.Module):
         self.names = [name for name in given if name not in self.options and name not in owned]
 
     def forward(self, *inputs):
-        return self.function(**dict(zip(self.names, inputs, strict=True)), **self.own, **self.options)
+        # Not dict(zip()), which torch.compile of torch 2.11 does not trace.
+        given = {name: value for name, value in zip(self.names, inputs, strict=True)}
+        return self.function(**given, **self.own, **self.options)
 
 
 class _OfModule(torch.nn.Module):

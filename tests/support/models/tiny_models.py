@@ -108,3 +108,12 @@ def assert_same_step(ours, theirs):
         torch.testing.assert_close(
             ours[1][name], expected, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def older_checkpointing_method(monkeypatch):
+    """Gives older versions of transformers the name of transformers 5.24, which the documents use."""
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        older = PreTrainedModel.gradient_checkpointing_enable
+        monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", older, raising=False)

@@ -185,8 +185,8 @@ def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=F
     with engine(generic):
         output = liger.fused_linear_ce(
             x, weight, target, bias,
-            memory_budget=shape.budget, accum_dtype=shape.accum_dtype, metrics=("logprobs", "z_loss"),
-            **chosen,
+            memory_budget=shape.budget, accum_dtype=shape.accum_dtype,
+            **{**chosen, "metrics": ("logprobs", "z_loss", *chosen.get("metrics", ()))},
         )  # fmt: skip
         return output, list(torch.autograd.grad(output.loss, leaves, upstream)) if leaves else []
 

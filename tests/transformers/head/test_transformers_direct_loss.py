@@ -146,8 +146,13 @@ def test_compiled_without_graph_breaks(name):
     torch._dynamo.reset()
     # torch 2.10 leaves its hook on new buffers behind where an earlier trace in this process has failed.
     torch.nn.modules.module._global_buffer_registration_hooks.clear()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    compiled(**inputs).loss.backward()
+    try:
+        loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss
+    except torch._dynamo.exc.Unsupported:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(plain, fullgraph=True, backend="aot_eager")(**inputs)
+        pytest.skip("neither does the model's own forward compile with these versions")
+    loss.backward()
     _, expected = step(plain, **inputs)
     for parameter, grad in expected.items():
         torch.testing.assert_close(model.get_parameter(parameter).grad, grad, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 
 from ..._core.dtensor.inputs import is_dtensor
 from ..._core.head.chunks import HeadChunks
-from ..._core.head.cross_entropy import LOGIT_OPTIONS, CEOptions, Metrics, make_rule
+from ..._core.head.cross_entropy import CEOptions, Metrics, make_rule
 from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import check_classes, dtype_name
@@ -146,15 +146,16 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options):
         input, target, bias, options: in the form that the op takes.
     """
 
-    # Not of_logits: torch.compile of torch 2.10 traces no property of a named tuple.
-    ce_weight, token_weight, denominator, *others = options[:LOGIT_OPTIONS]
+    # By name: torch.compile traces no property of a named tuple in torch 2.10, and no slice in 2.11.
+    o = options
+    others = o.ignore_index, o.label_smoothing, o.lse_square_scale, o.softcap, o.reduction, o.memory_budget
 
     def add(total, weight, saved, grads):
         x, y, b, *weights = saved
         x_weight = weight.to(x.dtype)
-        _ce_op(total, *grads, x, x_weight, y, b, *weights, *others, options.memory_budget)
+        _ce_op(total, *grads, x, x_weight, y, b, *weights, *others)
 
-    inputs = input, target, bias, ce_weight, token_weight, denominator
+    inputs = input, target, bias, o.ce_weight, o.token_weight, o.denominator
     names = "input", "target", "bias", "ce_weight", "token_weight", "denominator"
     return _add_in_backward("fused_linear_ce", "weight", weight, add, (loss,), inputs, names)[0]
 
