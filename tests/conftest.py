@@ -123,6 +123,20 @@ def slow_variants(items):
     }
 
 
+def repeated_variants(items):
+    """Of each test with parameters two thirds, which differ between the minor versions of torch."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    by_function = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            key = item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None
+            by_function.setdefault(key, []).append(
+                (crc32(f"{version} {item.nodeid}".encode()), item.nodeid, item)
+            )
+    for ranked in map(sorted, by_function.values()):
+        yield from (item for *_, item in ranked[-(-len(ranked) // 3) :])
+
+
 def pytest_collection_modifyitems(config, items):
     if not GPU:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
@@ -140,6 +154,8 @@ def pytest_collection_modifyitems(config, items):
         )
         if item.get_closest_marker("packaging") or left_out or item in variants:
             item.add_marker(pytest.mark.slow)
+    for item in repeated_variants(items):
+        item.add_marker(pytest.mark.repeated)
 
 
 def pytest_terminal_summary(terminalreporter):
