@@ -8,6 +8,7 @@ here: the code depends on the layout of code objects.
 """
 
 import dis
+from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 
 
@@ -96,20 +97,22 @@ def _copy(function, old, new, affected, opnames):
     return copy
 
 
+# The trials of a model ask for the same few functions thousands of times.
+@lru_cache(maxsize=1024)
 def _names(code, *opnames):
     """Names in instructions of some kinds, also in nested functions and comprehensions."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in opnames}
+    names = frozenset(i.argval for i in dis.get_instructions(code) if i.opname in opnames)
     return names.union(*(_names(c, *opnames) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 # Instructions with names in co_names: globals, attributes, modules.
-_BY_NAME = {dis.opname[number] for number in dis.hasname}
+_BY_NAME = [dis.opname[number] for number in dis.hasname]
 
 
 def _rename(code, old, new, opnames):
     if old in _names(code, "STORE_ATTR", "DELETE_ATTR"):
         raise ValueError(f"{code.co_name} sets {old}")
-    if old in _names(code, *(_BY_NAME - set(opnames))):
+    if old in _names(code, *(name for name in _BY_NAME if name not in opnames)):
         raise ValueError(f"{code.co_name} uses {old} as a global and as an attribute")
     constants = tuple(_rename(c, old, new, opnames) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_consts=constants, co_names=tuple(new if n == old else n for n in code.co_names))
