@@ -6,13 +6,15 @@ import pytest
 import ranks
 import tiny_models
 import torch
-from planned_llama import LAYERS, MOST
+from planned_llama import LAYERS, MOST, whole_layers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing.checkpoint import planners
+
+pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
 
 PLENTY = 10**12
 

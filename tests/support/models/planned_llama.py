@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A tiny Llama whose layers liger.transformers.checkpoint keeps or recomputes, and what a test asks of it."""
 
+import dataclasses
+
+import pytest
 import tiny_models
 
 import liger.transformers as lt
-from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing import checkpoint as planning
+from liger.transformers.checkpointing import decoder_layers, memory_plan
 from liger.transformers.checkpointing.checkpoint import planners
 
 LAYERS = 4
@@ -12,6 +16,16 @@ LAYERS = 4
 FEWEST = int(decoder_layers.READS_BEFORE_HOOKS)
 MOST = LAYERS - FEWEST
 PLENTY = 10**9
+
+
+@pytest.fixture
+def whole_layers(monkeypatch):
+    """Plans of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
+
+    def path(savings, fixed=0):
+        return memory_plan.path([dataclasses.replace(s, attention_bytes=0) for s in savings], fixed)
+
+    monkeypatch.setattr(planning, "path", path)
 
 
 def llama(**settings):
