@@ -28,6 +28,25 @@ def whole_layers(monkeypatch):
     monkeypatch.setattr(planning, "path", path)
 
 
+@pytest.fixture
+def attention_first(monkeypatch):
+    """Plans that keep the attention of all layers before any whole layer."""
+
+    def path(savings, fixed=0):
+        return memory_plan.path(
+            [dataclasses.replace(s, attention_time=2 * s.time + 1) for s in savings], fixed
+        )
+
+    monkeypatch.setattr(planning, "path", path)
+
+
+def set_level(model, level):
+    """Has the following steps of a model with a plan run at a level, at most at the highest one."""
+    (planner,) = planners(model)
+    planner.allowed = level
+    planner.settled.clear()
+
+
 def llama(**settings):
     return tiny_models.make("llama", num_hidden_layers=LAYERS, **settings)
 

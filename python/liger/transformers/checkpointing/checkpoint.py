@@ -41,9 +41,10 @@ def checkpoint(
 
     Each layer recomputes everything, everything but its attention kernel, or nothing. The first step runs
     with full checkpointing and is measured. Each later step recomputes as little as the memory allows, and
-    keeps first what spares the most time per byte. A step with more tokens than any before gets a new plan before it
-    starts. Losses and gradients are as without checkpointing. Each change of the plan prints one line on
-    stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
+    keeps first what spares the most time per byte. A step with more tokens than any before gets a new plan
+    before it starts. Losses and gradients are as without checkpointing. Each change of the plan prints one
+    line on stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the
+    plan.
 
     Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP,
     ``deepspeed.initialize``), and before ``torch.compile``: compiled code neither measures nor changes the
@@ -315,7 +316,9 @@ class Planner:
         refusals = [probe.attention.refusal for probe in self.probes.values()]
         self.refusal = refusal or (refusals[0] if all(refusals) else None)
         self.savings = [savings[kind] for kind in kinds]
-        costs, attention = zip(*((saving.bytes, saving.attention_bytes) for saving in self.savings), strict=True)
+        costs, attention = zip(
+            *((saving.bytes, saving.attention_bytes) for saving in self.savings), strict=True
+        )
         self.plan = MemoryPlan(costs, load, self.meter.exact, attention)
         self.largest_cost = max(costs)
         self.probes, self.timers = {}, {}
@@ -419,7 +422,9 @@ class Planner:
             text += f" ({count - others[-1]} where gradients of earlier micro-batches exist)"
         if attention:
             of_attention = self.plan.attention_cost(kept, ratio)
-            text += f", {attention} of them but for attention, which keeps {_size(of_attention / attention)} each"
+            text += (
+                f", {attention} of them but for attention, which keeps {_size(of_attention / attention)} each"
+            )
         if everything:
             average = (self.plan.cost(kept, ratio) - self.plan.attention_cost(kept, ratio)) / everything
             text += f", {everything} keep {_size(average)} each"

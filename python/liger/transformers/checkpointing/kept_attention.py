@@ -34,7 +34,7 @@ from ..recipe.rename import rename_global, uses_global
 
 _MATH, _CUDNN = 0, 3  # torch.nn.attention.SDPBackend
 # Older versions convert a boolean mask for cuDNN's kernel in another way than for the others.
-_CONVERTS_ALIKE = torch.__version__ >= (2, 12)
+_CONVERTS_ALIKE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -122,8 +122,11 @@ class _SDPA:
         )
 
     def inputs(self):
-        """The tensors of the kernel. SDPA would convert and pad a mask into a tensor that the node saves; here
-        the recomputation does so again."""
+        """The tensors of the kernel.
+
+        SDPA would convert and pad a mask into a tensor that the node saves. Here the recomputation does so
+        again.
+        """
         query, key, value, mask = self.tensors
         if mask is not None:
             if mask.dtype is torch.bool:
@@ -140,7 +143,7 @@ class _SDPA:
         chosen = self._kernel(self.tensors)
         if chosen == _MATH:
             return "SDPA takes its math kernel, which saves all weights of attention"
-        query, _, _, mask = self.tensors
+        mask = self.tensors[3]
         if mask is None:
             return None
         if mask.dtype is torch.bool and chosen == _CUDNN and not _CONVERTS_ALIKE:

@@ -58,8 +58,8 @@ class Saving:
 def path(savings, fixed=0):
     """The upgrades that a growing plan makes, one layer at a time: (number of the layer, its new state).
 
-    Attention comes first in each layer in which it spares more time per byte than the whole layer. The last layers come first, because the backward frees their
-    activations first: attention of the layers by their time per byte, whole layers from the end.
+    Attention comes first in each layer in which it spares more time per byte than the whole layer: attention
+    with the most time per byte, then whole layers from the end. The backward frees the last layers first.
 
     Args:
         savings: a :class:`Saving` per layer.
