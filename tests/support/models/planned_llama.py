@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A tiny Llama whose layers liger.transformers.checkpoint keeps or recomputes, and what a test asks of it."""
 
+import dataclasses
+
+import pytest
 import tiny_models
 
 import liger.transformers as lt
-from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing import checkpoint as planning
+from liger.transformers.checkpointing import decoder_layers, memory_plan
 from liger.transformers.checkpointing.checkpoint import planners
 
 LAYERS = 4
@@ -12,6 +16,33 @@ LAYERS = 4
 FEWEST = int(decoder_layers.READS_BEFORE_HOOKS)
 MOST = LAYERS - FEWEST
 PLENTY = 10**9
+
+
+def whole_path(savings, fixed=0):
+    """Upgrades of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
+    return memory_plan.path([dataclasses.replace(s, attention_bytes=0) for s in savings], fixed)
+
+
+def attention_path(savings, fixed=0):
+    """Upgrades that keep the attention of all layers before any whole layer."""
+    return memory_plan.path([dataclasses.replace(s, attention_time=2 * s.time + 1) for s in savings], fixed)
+
+
+@pytest.fixture
+def whole_layers(monkeypatch):
+    monkeypatch.setattr(planning, "path", whole_path)
+
+
+@pytest.fixture
+def attention_first(monkeypatch):
+    monkeypatch.setattr(planning, "path", attention_path)
+
+
+def set_level(model, level):
+    """Has the following steps of a model with a plan run at a level, at most at the highest one."""
+    (planner,) = planners(model)
+    planner.allowed = level
+    planner.settled.clear()
 
 
 def llama(**settings):

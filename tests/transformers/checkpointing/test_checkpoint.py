@@ -12,13 +12,15 @@ pytest.importorskip("transformers")
 
 import tiny_models
 from combinations import inputs_of, lora, seeded_step, tiny
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured
+from planned_llama import FEWEST, LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured, whole_layers
 from trainer_runs import train
 
 import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing import decoder_layers, methods
 from liger.transformers.checkpointing.checkpoint import planners
+
+pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
 
 
 def assert_bits(ours, theirs):

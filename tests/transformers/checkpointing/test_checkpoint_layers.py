@@ -12,13 +12,15 @@ pytest.importorskip("transformers")
 import saved_bytes
 import tiny_models
 from combinations import tiny
-from planned_llama import LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured
+from planned_llama import LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured, whole_layers
 
 import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing import decoder_layers
 from liger.transformers.checkpointing.activation_bytes import HostCopy, Probe
 from liger.transformers.checkpointing.checkpoint import planners
+
+pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
 
 
 @pytest.mark.parametrize("count", range(MOST + 1))
@@ -176,11 +178,12 @@ def test_ranks_without_a_plan_count_on_all_ranks():
     model = lt.checkpoint(llama(), PLENTY)
     (planner,) = planners(model)
     tiny_models.step(model, **tiny_models.batch())
-    planner.agreement.smallest = lambda numbers: [0, 0, 0]
+    planner.agreement.largest = lambda numbers: [*numbers[:-1], 1]
+    planner.agreement.smallest = lambda numbers: [0, 0]
     tiny_models.step(model, **tiny_models.batch())
     assert planner.plan is not None
     assert isinstance(vars(planner.layers[-1])["_gradient_checkpointing_func"], Probe)
-    del planner.agreement.smallest
+    del planner.agreement.smallest, planner.agreement.largest
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
     assert sum(kept(model)) == MOST and not planner.probes

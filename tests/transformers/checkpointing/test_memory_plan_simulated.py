@@ -7,11 +7,14 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
+from planned_llama import whole_layers
 
 import liger.transformers as lt
 from liger.transformers.checkpointing import checkpoint, device_memory
 from liger.transformers.checkpointing.activation_bytes import Probe
 from liger.transformers.checkpointing.checkpoint import planners
+
+pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
 
 
 class Device:

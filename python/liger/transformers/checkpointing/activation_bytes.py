@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..recipe import recomputed
+from . import kept_attention
 
 
 class Probe:
@@ -20,12 +21,15 @@ class Probe:
         bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and
             without what its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once.
             The sum over all calls.
+        attention: counts what its attention calls would keep alone.
+        tokens: of all calls.
     """
 
-    is_probe = True
+    is_planned = True
 
     def __init__(self, layer):
-        self.layer, self.bytes = layer, 0
+        self.layer, self.bytes, self.tokens = layer, 0, 0
+        self.attention = kept_attention.Counter()
 
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
@@ -55,7 +59,10 @@ class Probe:
         def unpack(packed):
             return packed.restored() if isinstance(packed, HostCopy) else packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recomputed.counting(pack):
+        hidden = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        self.tokens += hidden.numel() // max(hidden.shape[-1], 1)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with hooks, recomputed.counting(pack), kept_attention.observed(self.attention):
             output = function(*args, **kwargs)
         self.bytes += sum(storage.nbytes() for storage in storages.values())
         return output

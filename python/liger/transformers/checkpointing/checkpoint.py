@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``checkpoint``: recomputes as many decoder layers as the memory asks for, and no more.
+"""``checkpoint``: recomputes as much of the decoder layers as the memory asks for, and no more.
 
 A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
-It starts with full checkpointing, measures a step, and then lets the last layers keep their activations,
-because the backward frees theirs first. checkpointing/memory_plan.py has the arithmetic,
+It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all of their
+activations. checkpointing/memory_plan.py has the arithmetic,
 docs/checkpointing.md the method.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -21,7 +22,8 @@ from ..recipe.classes import require_module
 from . import decoder_layers, device_memory
 from .activation_bytes import Probe
 from .agreement import Agreement
-from .memory_plan import MemoryPlan
+from .layer_times import LayerTimer, estimated
+from .memory_plan import MemoryPlan, Saving, path
 from .step import BackwardHook, Step
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -35,13 +37,14 @@ _MIN_GROWTH = 0.25
 def checkpoint(
     model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
 ) -> _Model:
-    """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their
-    activations.
+    """Gradient checkpointing of as much of the decoder layers as the memory asks for.
 
-    The first step runs with full checkpointing and is measured. Each later step recomputes as many layers as
-    the memory needs, at most all of them. A step with more tokens than any before gets a new plan before it
-    starts. Losses and gradients are as without checkpointing. Each change of the plan prints one line on
-    stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the plan.
+    Each layer recomputes everything, everything but its attention kernel, or nothing. The first step runs
+    with full checkpointing and is measured. Each later step recomputes as little as the memory allows, and
+    keeps first what spares the most time per byte. A step with more tokens than any before gets a new plan
+    before it starts. Losses and gradients are as without checkpointing. Each change of the plan prints one
+    line on stderr, and :func:`liger.transformers.patch_report` shows the plan. Calling it again replaces the
+    plan.
 
     Call it before or after ``liger.patch``, adapters and wrappers (``fully_shard``, DDP,
     ``deepspeed.initialize``), and before ``torch.compile``: compiled code neither measures nor changes the
@@ -120,16 +123,22 @@ class Planner:
         self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
         self.agreement = agreement
         self.switches = decoder_layers.Switches(model, layers)
-        self.allowed = len(layers)
-        if decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped:
-            self.allowed -= 1
+        # The highest level of the plan, and the first layers that keep nothing at any level.
+        self.allowed = sys.maxsize
+        self.fixed = int(decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped)
         self.meter: Any = None
         self.plan: MemoryPlan | None = None
         self.step: Step | None = None
         self.probes: dict[Any, Probe] = {}
+        self.timers: dict[Any, LayerTimer] = {}
+        # Of each layer, by this rank; and whether all ranks have agreed on the path of the plan.
+        self.savings: list[Saving] = []
+        self.is_arranged = False
+        # The reason why no layer can keep its attention alone.
+        self.refusal: str | None = None
         self.longest: list[int] = []
         self.starts: deque[int] = deque(maxlen=64)
-        # By phase, which is whether gradients exist at the start of the step.
+        # By phase, which is whether gradients exist at the start of the step. Kept: the level of the plan.
         self.phase_start: dict[bool, int] = {}
         self.kept: dict[bool, int] = {}
         self.settled: set[bool] = set()
@@ -148,13 +157,13 @@ class Planner:
 
     def forget(self):
         """Discards all measurements: the next step recomputes all layers and is measured."""
-        self.plan, self.step, self.probes = None, None, {}
+        self.plan, self.step, self.is_arranged, self.probes, self.timers = None, None, False, {}, {}
         self.phase_start, self.kept, self.age = {}, {}, 0
         self.settled.clear()
 
     def __getstate__(self):
         # A step belongs to one graph, which copies do not have.
-        return {**vars(self), "step": None}
+        return {**vars(self), "step": None, "timers": {}}
 
     # --- hooks ----------------------------------------------------------------------------------------------
 
@@ -163,7 +172,7 @@ class Planner:
             return  # Compiled code must not depend on measurements; a backward recomputes the layer.
         if not (layer.training and torch.is_grad_enabled()):
             if layer.training and decoder_layers.READS_BEFORE_HOOKS:
-                self.switches.turn(0)  # Replaces reentrant checkpoints, which hide the steps.
+                self.switches.turn()  # Replaces reentrant checkpoints, which hide the steps.
             self._pause()
             return
         hidden = next(
@@ -214,6 +223,8 @@ class Planner:
         self.sees_gradients = bool(self.trained) and not hasattr(self.trained[0], "ds_id")
         modules = self.layers[0].modules()
         settings = (getattr(module, "config", None) for module in modules)
+        self.is_timed = hidden.is_cuda
+        self.switches.intercept()
         self.is_quadratic = any(getattr(c, "_attn_implementation", None) == "eager" for c in settings)
         self.longest = [0] * len(self._load(hidden))
         if self.tokens is not None:
@@ -239,7 +250,7 @@ class Planner:
     def _has_grown(self, phase, now):
         """True if more memory is allocated than at the start of the last step of this phase."""
         growth = now - self.phase_start.get(phase, now)
-        return growth > self.plan.cost(1) * _MIN_GROWTH
+        return growth > self.plan.layer * _MIN_GROWTH
 
     def _finish(self, phase, now, retries, ooms):
         """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after
@@ -250,11 +261,16 @@ class Planner:
         if step is None:
             return
         if ooms > step.ooms or (retries > step.retries and step.kept and step.phase in self.settled):
-            fewer = step.kept // 2 if ooms > step.ooms else step.kept - 1
             reason = "ran out of memory" if ooms > step.ooms else "needed memory of the allocator's cache"
+            fewer = 0
+            if step.kept:
+                fewer = step.kept // 2 if ooms > step.ooms else self.plan.lower(step.kept)
             if step.kept and fewer < self.allowed:
                 self.allowed = fewer
-                self._say(f"a step {reason}: at most {fewer} layers keep their activations from now on")
+                _, attention, everything = self.plan.counts(fewer)
+                words = f"at most {everything} layers keep their activations"
+                words += f" and {attention} their attention" if attention else ""
+                self._say(f"a step {reason}: {words} from now on")
             if ooms > step.ooms:
                 return
         if not step.is_measured or step.is_disturbed or not step.backward:
@@ -272,10 +288,7 @@ class Planner:
                 for probe in self.probes.values():
                     probe.bytes = 0
                 return
-            costs = [self.probes[kind].bytes for kind in kinds]
-            self.plan = MemoryPlan(costs, step.load, self.meter.exact)
-            self.largest_cost = max(costs)
-            self.probes = {}
+            self._make_plan(kinds, step.load)
         counted = len(self.layers) * step.inputs + self.largest_cost + self.plan.cost(step.kept)
         if self.meter.exact:
             peak = self.meter.peak(counted)
@@ -288,13 +301,50 @@ class Planner:
             outdated=self._has_grown(phase, now),
         )
 
+    def _make_plan(self, kinds, load):
+        """Costs and times by the probes and timers of the last step."""
+        measured = {kind: timer.microseconds() for kind, timer in self.timers.items()}
+        refusal = self.switches.refusal()
+        savings = {}
+        for kind, probe in self.probes.items():
+            # All times in one unit: one kind without a measurement leaves the estimates to decide.
+            is_measured = all(map(measured.get, self.probes))
+            counter = probe.attention
+            times = measured[kind] if is_measured else estimated(probe.layer, probe.tokens, counter.flops)
+            kept = 0 if refusal or counter.refusal else counter.bytes
+            savings[kind] = Saving(probe.bytes, times[0], kept, times[1])
+        refusals = [probe.attention.refusal for probe in self.probes.values()]
+        self.refusal = refusal or (refusals[0] if all(refusals) else None)
+        self.savings = [savings[kind] for kind in kinds]
+        costs, attention = zip(
+            *((saving.bytes, saving.attention_bytes) for saving in self.savings), strict=True
+        )
+        self.plan = MemoryPlan(costs, load, self.meter.exact, attention)
+        self.largest_cost = max(costs)
+        self.probes, self.timers = {}, {}
+
+    def _arrange(self):
+        """Sets the path of the plan, by numbers on which all ranks agree."""
+        numbers = (
+            (s.bytes, round(s.time), s.attention_bytes, round(s.attention_time), not s.attention_bytes)
+            for s in self.savings
+        )
+        agreed = iter(self.agreement.largest(itertools.chain.from_iterable(numbers)))
+        savings = [
+            Saving(whole, time, 0 if is_refused else attention, of_attention)
+            for whole, time, attention, of_attention, is_refused in zip(*[agreed] * 5, strict=True)
+        ]
+        self.plan.arrange(path(savings, self.fixed))
+        self.is_arranged = True
+
     def _choose(self, step, hidden):
         """Sets the layers that keep their activations, before the first of them runs."""
         step.load = [a + b for a, b in zip(step.load, self._load(hidden), strict=True)]
         step.inputs += hidden.nbytes
         step.forwards += 1
         phase, before = step.phase, self.kept.get(step.phase, 0)
-        *load, asked = self.agreement.largest([*step.load, before > self._fitting(step, before)])
+        asked = before > self._fitting(step, before)
+        *load, asked, lacks_plan = self.agreement.largest([*step.load, asked, self.plan is None])
         is_longer = any(a > b for a, b in zip(load, self.longest, strict=True))
         known = self.longest
         if is_longer:
@@ -302,12 +352,16 @@ class Planner:
             self.settled.clear()
             self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
-        kept, has_plan = before, True
+        if lacks_plan:
+            self.is_arranged = False
+        elif not self.is_arranged:
+            self._arrange()
+        kept = before
         if is_longer or asked or phase not in self.settled:
             may_grow = phase not in self.settled and self.age < _MAX_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
             is_measured = self.plan is not None and self.plan.is_measured(phase, before)
-            kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
+            kept, is_measured = self.agreement.smallest([kept, is_measured])
             if is_measured and kept == before and not is_longer:
                 self.settled.add(phase)
         if kept != before or (self.plan is not None and phase not in self.kept):
@@ -320,29 +374,36 @@ class Planner:
                 self.meter.start()
         elif kept != step.kept:
             step.is_disturbed = True
-        self.switches.turn(kept)
+        self.switches.turn(self.plan.states[kept] if kept else None)
         # All ranks count at the same time: they must recompute the same layers.
-        if has_plan:
-            self.probes = {}
-        else:
+        if lacks_plan:
             self._probe()
+        else:
+            self.probes, self.timers = {}, {}
 
     def _fitting(self, step, allowed):
         """The number of layers that fit, up to ``allowed``."""
-        if self.plan is None:
+        if self.plan is None or not self.is_arranged:
             return 0
         start = step.start if self.sees_gradients else max(self.starts)
         room = self.meter.limit - start
         return self.plan.max_kept(step.phase, self.longest, room, min(allowed, self.allowed))
 
     def _probe(self):
-        """One layer of each kind counts what it saves."""
+        """One layer of each kind counts what it saves; on a GPU another one is timed."""
         for layer in reversed(self.layers):
             kind = decoder_layers.kind(layer)
             if kind not in self.probes:
                 self.probes[kind] = Probe(layer)
+        counted = [probe.layer for probe in self.probes.values()]
         for probe in self.probes.values():
             self.switches.use(probe.layer, probe)
+        # The first layers come last in the backward, when all kernels of a layer have been loaded.
+        for layer in self.layers[self.fixed :] if self.is_timed else []:
+            kind = decoder_layers.kind(layer)
+            if kind not in self.timers and all(layer is not other for other in counted):
+                self.timers[kind] = LayerTimer(self.switches.recomputing(layer))
+                self.switches.use(layer, self.timers[kind])
 
     # --- words ----------------------------------------------------------------------------------------------
 
@@ -354,25 +415,39 @@ class Planner:
             return f"all {count} {name} recomputed until a step has been measured"
         phase = False not in self.kept
         kept = self.kept[phase]
-        text = f"{count - kept} of {count} {name} recomputed"
+        ratio = self.plan.ratio(self.longest)
+        nothing, attention, everything = self.plan.counts(kept)
+        text = f"{count - everything} of {count} {name} recomputed"
         other = self.kept.get(not phase, kept)
         if other != kept:
-            text += f" ({count - other} where gradients of earlier micro-batches exist)"
-        if kept:
-            average = self.plan.cost(kept, self.plan.ratio(self.longest)) / kept
-            text += f", {kept} keep {_size(average)} each"
+            others = self.plan.counts(other)
+            text += f" ({count - others[-1]} where gradients of earlier micro-batches exist)"
+        if attention:
+            of_attention = self.plan.attention_cost(kept, ratio)
+            text += (
+                f", {attention} of them but for attention, which keeps {_size(of_attention / attention)} each"
+            )
+        if everything:
+            average = (self.plan.cost(kept, ratio) - self.plan.attention_cost(kept, ratio)) / everything
+            text += f", {everything} keep {_size(average)} each"
         text += f", at {self.longest[0]} tokens"
         need = self.plan.need(phase, kept, self.longest)
-        return f"{text}; peak at most {_size(self.last_start[phase] + need)} of {_size(self.meter.limit)}"
+        text += f"; peak at most {_size(self.last_start[phase] + need)} of {_size(self.meter.limit)}"
+        if not self.meter.exact and self.plan.is_measured(phase, kept):
+            text += f", measured {_size(self.last_start[phase] + self.plan.peaks[phase][kept])}"
+        if nothing and self.refusal is not None:
+            text += f"; attention alone is not kept: {self.refusal}"
+        return text
 
     def _report(self, step, before, fell_back):
         self.last_start[step.phase] = step.start
         count, kept = len(self.layers), self.kept[step.phase]
         if fell_back and kept < before:
-            self._say(
-                f"{step.load[0]} tokens are more than in any step before: {count - kept} of {count} layers recomputed "
-                f"instead of {count - before}"
-            )
+            now, then = (self.plan.counts(level) for level in (kept, before))
+            text = f"{count - now[-1]} of {count} layers recomputed instead of {count - then[-1]}"
+            if then[1]:
+                text += f", {now[1]} of them but for attention instead of {then[1]}"
+            self._say(f"{step.load[0]} tokens are more than in any step before: {text}")
         else:
             self._say(self.summary)
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
+from .kept_attention import KeptAttention, intercept, refusal_of
+from .memory_plan import State
 
 # Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the
 # attributes before a hook of the layer can set them.
@@ -77,7 +79,8 @@ class Switches:
     """
 
     def __init__(self, model, layers):
-        self.layers, self._kept = layers, None
+        self.layers, self._states = layers, None
+        self._nothing = (State.NOTHING,) * len(layers)
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
@@ -100,20 +103,38 @@ class Switches:
         """True if the layers are none of transformers."""
         return bool(self._wrapped)
 
-    def turn(self, kept):
-        """The last ``kept`` layers keep their activations, the others are recomputed."""
-        first = len(self.layers) - kept
+    def turn(self, states=None):
+        """Sets what each layer keeps; None: nothing."""
+        states = self._nothing if states is None else states
         # Other code that turns checkpointing on or off does so for all layers.
-        ends = ((self.layers[0], first == 0), (self.layers[-1], kept > 0))
-        if kept == self._kept and all(_is_set(*end) for end in ends):
+        ends = ((self.layers[0], states[0]), (self.layers[-1], states[-1]))
+        if states == self._states and all(_is_set(*end) for end in ends):
             return
-        self._kept = kept
-        for number, layer in enumerate(self.layers):
-            self._set(layer, keep if number >= first else _checkpointing_of(layer))
+        self._states = states
+        for layer, state in zip(self.layers, states, strict=True):
+            function = keep
+            if state != State.EVERYTHING:
+                function = _checkpointing_of(layer)
+            if state == State.ATTENTION:
+                function = KeptAttention(function)
+            self._set(layer, function)
+
+    def recomputing(self, layer):
+        """The function by which a layer is recomputed."""
+        return _checkpointing_of(layer)
+
+    def refusal(self):
+        """The reason why no layer can keep its attention alone, or None."""
+        return next(filter(None, (refusal_of(_checkpointing_of(layer)) for layer in self.layers)), None)
+
+    def intercept(self):
+        """Has the attention of the layers ask what the layer keeps."""
+        for layer in self.layers:
+            intercept(layer)
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
-        self._kept = None
+        self._states = None
         _checkpointing_of(layer)
         self._set(layer, function)
 
@@ -150,7 +171,7 @@ def _checkpointing_of(module):
     torch's."""
     found = vars(module).get(FUNCTION)
     # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
-    if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_probe", False):
+    if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_planned", False):
         found = vars(module).get(_RECOMPUTE, recompute)
     elif found is not recompute:
         vars(module)[_RECOMPUTE] = found
@@ -162,8 +183,10 @@ def _hides_steps(function):
     return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 
-def _is_set(layer, keeps):
-    return vars(layer).get(FLAG) is True and (vars(layer).get(FUNCTION) is keep) == keeps
+def _is_set(layer, state):
+    function = vars(layer).get(FUNCTION)
+    kept = State.ATTENTION if isinstance(function, KeptAttention) else State.NOTHING
+    return vars(layer).get(FLAG) is True and (State.EVERYTHING if function is keep else kept) == state
 
 
 def _forward(layer, replaced, *args, **kwargs):

@@ -1,52 +1,156 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The number of layers that may keep their activations: arithmetic over measured steps, without a model or a
-device.
+"""What each layer may keep: arithmetic over measured steps, without a model or a device.
 
-A step with k kept layers needs at most the memory of a step with j < k kept layers plus the activations of k
-- j layers, at every moment. Therefore each measured step bounds the steps with more kept layers, and the
-smallest of the bounds counts. If two measured steps differ by more than the counted activations, all counts
-are raised by that ratio.
+A layer recomputes all, all but its attention, or nothing. Upgrades, one layer at a time, make a path from a
+plan in which all layers recompute all to one in which none does (:func:`path`). A level is a number of steps
+on that path; with a path that upgrades whole layers, it is the number of layers that keep their activations.
+
+A step at level k needs at most the memory of a step at a level j < k plus the bytes of the upgrades between
+them, at every moment. Therefore each measured step bounds the steps at higher levels, and the smallest of the
+bounds counts. If two measured steps differ by more than the counted bytes, the counts are raised by that
+ratio.
 
 A load is a tuple of numbers that grow with the step: its tokens, and with eager attention tokens times
 length. The memory of a larger load is taken as proportional: the ratio of the loads multiplies gradients and
 temporaries of the optimizer as well, so the estimate is high.
 """
 
+import enum
 import itertools
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 
 # Factor of the counted activations until a step has confirmed them: saved_tensors_hooks do not see tensors
 # that an autograd node stores as attributes.
 UNCONFIRMED = 1.25
 
 
+# Attention whose counted bytes differ by less than this share of a layer says nothing about its counts.
+_MIN_DIFFERENCE = 0.25
+
+
+class State(enum.IntEnum):
+    """What a layer keeps."""
+
+    NOTHING = 0
+    ATTENTION = 1
+    EVERYTHING = 2
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What keeping spares in a layer: in any unit of time and of bytes that all layers share.
+
+    Attributes:
+        bytes: of all activations.
+        time: of the recomputation.
+        attention_bytes: of what attention saves beyond its inputs; 0 where it cannot be kept alone.
+        attention_time: of its forward.
+    """
+
+    bytes: int
+    time: float
+    attention_bytes: int = 0
+    attention_time: float = 0.0
+
+
+def path(savings, fixed=0):
+    """The upgrades that a growing plan makes, one layer at a time: (number of the layer, its new state).
+
+    Attention comes first in each layer in which it spares more time per byte than the whole layer: attention
+    with the most time per byte, then whole layers from the end. The backward frees the last layers first.
+
+    Args:
+        savings: a :class:`Saving` per layer.
+        fixed: the number of layers at the start that keep nothing.
+    """
+    first = [n for n in range(len(savings)) if n >= fixed and _attention_first(savings[n])]
+    first.sort(key=lambda n: (savings[n].attention_time / savings[n].attention_bytes, n), reverse=True)
+    whole = [(n, State.EVERYTHING) for n in reversed(range(fixed, len(savings)))]
+    return [(n, State.ATTENTION) for n in first] + whole
+
+
+def _attention_first(saving):
+    if not 0 < saving.attention_bytes < saving.bytes:
+        return False
+    return saving.attention_time * saving.bytes > saving.time * saving.attention_bytes
+
+
 class MemoryPlan:
     """Measured steps and the bound that follows from them.
 
     Args:
-        costs: bytes of activations of each layer, in the order of the layers.
+        costs: bytes of all activations of each layer, in the order of the layers.
         load: the load of the step in which they were counted.
         exact: whether the counts need no confirmation.
+        attention: bytes of the attention of each layer alone.
     """
 
-    def __init__(self, costs, load, exact=False):
-        # Bytes of the last k layers together: the backward frees their activations first.
-        self.costs = [0, *itertools.accumulate(reversed(costs))]
+    def __init__(self, costs, load, exact=False, attention=None):
+        self.layers = list(costs), [0] * len(costs) if attention is None else list(attention)
         self.load = tuple(load)
         self.factor = 1.0 if exact else UNCONFIRMED
+        # The same for attention: its tensors are known, so its counts need no confirmation.
+        self.attention_factor = 1.0
         self.confirmed = exact
-        # Phase -> kept layers -> bytes of the peak above the start of the step.
+        # Phase -> level -> bytes of the peak above the start of the step.
         self.peaks = defaultdict(dict)
         # The same of smaller loads, in proportion.
         self.estimates = defaultdict(dict)
         self.forwards = {}
-        # (phase, kept layers) of peaks that outdate() has marked.
+        # (phase, level) of peaks that outdate() has marked.
         self.outdated = set()
+        self.arrange(path([Saving(cost, 1.0) for cost in costs]))
 
-    def cost(self, kept, ratio=1.0):
-        """Bytes of activations of the last ``kept`` layers."""
-        return math.ceil(self.costs[kept] * self.factor * ratio)
+    def arrange(self, upgrades):
+        """Sets the path. With another one than before, measurements above level 0 mean nothing."""
+        if upgrades == getattr(self, "upgrades", None):
+            return
+        self.upgrades = upgrades
+        for measured in (*self.peaks.values(), *self.estimates.values(), self.forwards):
+            for level in [level for level in measured if level]:
+                del measured[level]
+        states = [State.NOTHING] * len(self.layers[0])
+        self.states = [tuple(states)]
+        for number, state in upgrades:
+            states[number] = state
+            self.states.append(tuple(states))
+        self._count()
+
+    def _count(self):
+        whole, attention = self.layers
+        # By level: bytes of layers that keep everything, and of kept attention in other layers.
+        self.costs = [
+            (
+                sum(cost for cost, state in zip(whole, states, strict=True) if state == State.EVERYTHING),
+                sum(cost for cost, state in zip(attention, states, strict=True) if state == State.ATTENTION),
+            )
+            for states in self.states
+        ]
+
+    def counts(self, level):
+        """The number of layers that recompute all, that recompute all but attention, and that keep all."""
+        return tuple(self.states[level].count(state) for state in State)
+
+    def cost(self, level, ratio=1.0):
+        """Bytes that a level keeps."""
+        whole, attention = self.costs[level]
+        return math.ceil((whole * self.factor + attention * self.attention_factor) * ratio)
+
+    def attention_cost(self, level, ratio=1.0):
+        """The part of :meth:`cost` that is attention of layers that recompute the rest."""
+        return math.ceil(self.costs[level][1] * self.attention_factor * ratio)
+
+    @property
+    def layer(self):
+        """Bytes of the last layer's activations."""
+        return self.layers[0][-1] * self.factor
+
+    def lower(self, level):
+        """The highest level with at least the bytes of a layer, or all, less."""
+        most = max(self.cost(level) - self.layer, 0)
+        return max(lower for lower in range(level + 1) if self.cost(lower) <= most)
 
     def ratio(self, load):
         """The ratio of a load to the measured load; 1 for smaller loads."""
@@ -98,7 +202,8 @@ class MemoryPlan:
 
     def _scale(self, load):
         ratio = self.ratio(load)
-        self.costs = [math.ceil(cost * ratio) for cost in self.costs]
+        self.layers = tuple([math.ceil(cost * ratio) for cost in costs] for costs in self.layers)
+        self._count()
         for phase in {*self.peaks, *self.estimates}:
             known = self._known(phase)
             self.estimates[phase] = {kept: math.ceil(peak * ratio) for kept, peak in known.items()}
@@ -109,18 +214,28 @@ class MemoryPlan:
         self.load = tuple(load)
 
     def _confirm(self, peaks, forwards):
-        if not self.confirmed and 0 in forwards and len(forwards) > 1:
+        wholes = [self.costs[level][0] for level in forwards]
+        if not self.confirmed and 0 in wholes and any(wholes):
             self.confirmed, self.factor = True, 1.0
         if not self.confirmed:
             return
-        for measured in (peaks, forwards):
-            for fewer, more in itertools.combinations(sorted(measured), 2):
-                counted = self.costs[more] - self.costs[fewer]
-                if counted:
-                    self.factor = max(self.factor, (measured[more] - measured[fewer]) / counted)
+        pairs = [
+            (measured[more] - measured[fewer], *self._difference(fewer, more))
+            for measured in (peaks, forwards)
+            for fewer, more in itertools.combinations(sorted(measured), 2)
+        ]
+        for seen, whole, attention in pairs:
+            if not whole and attention > self.layer * _MIN_DIFFERENCE:
+                self.attention_factor = max(self.attention_factor, seen / attention)
+        for seen, whole, attention in pairs:
+            if whole:
+                self.factor = max(self.factor, (seen - attention * self.attention_factor) / whole)
+
+    def _difference(self, fewer, more):
+        return (b - a for a, b in zip(self.costs[fewer], self.costs[more], strict=True))
 
     def need(self, phase, kept, load):
-        """Bytes above the start of a step that it needs at most; None if no step bounds it."""
+        """Bytes above the start of a step that it needs at most at a level; None if no step bounds it."""
         ratio = self.ratio(load)
         # A step that starts with allocated gradients has a lower peak above its start.
         peaks = self._known(phase) or self._known(False)
@@ -135,13 +250,14 @@ class MemoryPlan:
         return {**self.estimates[phase], **self.peaks[phase]}
 
     def max_kept(self, phase, load, room, allowed):
-        """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none
-        does.
+        """The highest level, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does.
 
-        At most one before the counts are confirmed: a wrong count costs the memory of one layer only.
+        Before the counts are confirmed at most one layer keeps its activations: a wrong count costs the
+        memory of one layer only.
         """
-        for kept in range(allowed if self.confirmed else min(allowed, 1), 0, -1):
-            need = self.need(phase, kept, load)
-            if need is not None and need <= room:
-                return kept
+        for kept in range(min(allowed, len(self.upgrades)), 0, -1):
+            if self.confirmed or self.counts(kept)[State.EVERYTHING] <= 1:
+                need = self.need(phase, kept, load)
+                if need is not None and need <= room:
+                    return kept
         return 0

@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Layers that are recomputed without their attention: the bits of full checkpointing, and one kernel call."""
+
+import contextlib
+import copy
+import functools
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import tiny_models
+import transformers
+from combinations import inputs_of, lora, seeded_step, tiny
+from planned_llama import FEWEST, LAYERS, MOST, PLENTY, attention_first, llama, set_level
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger
+import liger.transformers as lt
+from liger.transformers.checkpointing import decoder_layers, kept_attention
+from liger.transformers.checkpointing.checkpoint import planners
+from liger.transformers.checkpointing.memory_plan import State
+
+pytestmark = pytest.mark.usefixtures(attention_first.__name__)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the kernels of SDPA that run in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = self.backwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_scaled_dot_product" in func.__name__:
+            is_backward = "backward" in func.__name__
+            self.backwards += is_backward
+            self.forwards += not is_backward
+        return func(*args, **(kwargs or {}))
+
+
+def sdpa_llama(**settings):
+    return llama(attn_implementation="sdpa", **settings)
+
+
+def planned(model, given, level):
+    """The model with a plan after one counted step, at a level."""
+    lt.checkpoint(model, PLENTY)
+    set_level(model, 0)
+    seeded_step(model, given)
+    set_level(model, level)
+    return model
+
+
+def counts(model):
+    (planner,) = planners(model)
+    return planner.plan.counts(planner.step.kept)
+
+
+def assert_bits(ours, theirs):
+    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
+    assert ours[1].keys() == theirs[1].keys()
+    for name, expected in theirs[1].items():
+        assert torch.equal(ours[1][name], expected), name
+
+
+def kernels_of(model, given):
+    with Kernels() as kernels:
+        result = seeded_step(model, given)
+    return result, (kernels.forwards, kernels.backwards)
+
+
+# --- bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gemma3"])
+def test_same_bits(model_type, options):
+    """Grouped queries, norms of queries and keys, sliding windows with masks, at all levels of the plan."""
+    settings = {"num_hidden_layers": LAYERS} if model_type == "llama" else {}
+    models = [tiny(model_type, attn_implementation="sdpa", **settings) for _ in range(2)]
+    if options is not None:
+        [liger.patch(model, **options) for model in models]
+    given = inputs_of(model_type)
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, 0)
+    (planner,) = planners(models[0])
+    layers = len(planner.layers)
+    for level in (1, layers - FEWEST, layers + 1 - FEWEST, 2 * (layers - FEWEST)):
+        set_level(models[0], level)
+        assert_bits(seeded_step(models[0], given), expected)
+        whole = max(level - layers + FEWEST, 0)
+        assert counts(models[0])[State.EVERYTHING] == whole
+        assert counts(models[0])[State.ATTENTION] == min(level, layers - FEWEST) - whole
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [11, 16])
+def test_masks(length, packed):
+    """A padded batch, and several sequences in a row: masks of booleans, which SDPA converts."""
+    given = tiny_models.batch(tokens=length)
+    if packed:
+        del given["attention_mask"]
+        given["position_ids"] = torch.cat([torch.arange(5), torch.arange(length - 5)])[None].expand(2, -1)
+    # With a cache, transformers does not look for several sequences; with checkpointing there is no cache.
+    models = [sdpa_llama(use_cache=False) for _ in range(2)]
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, MOST)
+    assert_bits(seeded_step(models[0], given), expected)
+    assert counts(models[0]) == (FEWEST, MOST, 0)
+
+
+def test_the_kernel_runs_once_per_step():
+    given = inputs_of("llama")
+    model = planned(sdpa_llama(), given, 0)
+    assert kernels_of(model, given)[1] == (2 * LAYERS, LAYERS)
+    for level in (1, MOST):
+        set_level(model, level)
+        assert kernels_of(model, given)[1] == (2 * LAYERS - level, LAYERS)
+
+
+def test_the_math_kernel_is_recomputed():
+    """Dropout on the CPU: the kernel that SDPA takes saves all weights, which are no small tensors."""
+    given = inputs_of("llama")
+    models = [sdpa_llama(attention_dropout=0.2) for _ in range(2)]
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, MOST)
+    assert_bits(seeded_step(models[0], given), expected)
+    assert counts(models[0])[State.ATTENTION] == 0
+    set_level(models[0], 0)
+    assert_bits(seeded_step(models[0], given), expected)
+    assert (
+        "attention alone is not kept: SDPA takes its math kernel" in lt.patch_report(models[0]).checkpointing
+    )
+
+
+def test_a_kernel_that_changes_between_steps():
+    """Counted without dropout, then with it: the layer recomputes a call that it cannot keep."""
+    given = inputs_of("llama")
+    models = [planned(sdpa_llama(), given, MOST), sdpa_llama()]
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+    assert_bits(*(seeded_step(model, given) for model in models))
+    assert counts(models[0])[State.ATTENTION] == MOST
+
+
+@pytest.mark.parametrize("family", ["llama", "Gemma2"])
+def test_eager_attention_is_recomputed(family):
+    """Gemma 2 with a soft cap of the scores, which SDPA does not have."""
+    given = inputs_of("llama")
+    models = [tiny_models.make(family, num_hidden_layers=LAYERS) for _ in range(2)]
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, 0)
+    assert_bits(seeded_step(models[0], given), expected)
+    assert planners(models[0])[0].plan.layers[1] == [0] * len(planners(models[0])[0].layers)
+    assert (
+        "attention alone is not kept: its attention is not called" in lt.patch_report(models[0]).checkpointing
+    )
+
+
+# --- other functions of the interface -----------------------------------------------------------------------
+
+
+def noisy_attention(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
+    """Attention with dropout in plain torch ops, as a package's function that draws random numbers."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    weights = torch.softmax(query @ key.transpose(2, 3) * scaling, -1)
+    noisy_attention.calls += 1
+    return (torch.dropout(weights, dropout, True) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def noisy():
+    noisy_attention.calls = 0
+    table = transformers.AttentionInterface
+    table.register("noisy", noisy_attention)
+    yield
+    del table._global_mapping["noisy"]
+
+
+def test_random_numbers_after_attention(noisy):
+    """The recomputation draws the numbers of later dropouts, though it does not draw those of attention."""
+    given = inputs_of("llama")
+    models = []
+    for _ in range(2):
+        model = lora(
+            llama(attn_implementation="noisy", attention_dropout=0.3),
+            "o_proj",
+            "down_proj",
+            init_lora_weights=False,
+            lora_dropout=0.2,
+        )
+        models.append(model)
+    expected = seeded_step(models[1], given)
+    lt.checkpoint(models[0], PLENTY)
+    set_level(models[0], 0)
+    assert_bits(seeded_step(models[0], given), expected)
+    noisy_attention.calls = 0
+    set_level(models[0], MOST)
+    assert_bits(seeded_step(models[0], given), expected)
+    # The attention of the first layer has no gradient, so it has nothing to keep.
+    assert counts(models[0])[State.ATTENTION] == MOST and noisy_attention.calls == LAYERS + 1
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_bytes():
+    """The output and a float32 per row and head."""
+    given = inputs_of("llama")
+    model = planned(sdpa_llama(), given, MOST)
+    seeded_step(model, given)
+    (planner,) = planners(model)
+    rows = given["input_ids"].numel()
+    assert planner.plan.layers[1][0] == planner.plan.attention_cost(1) == rows * 4 * (16 + 1) * 4
+    report = lt.patch_report(model).checkpointing
+    assert f"4 of 4 LlamaDecoderLayer recomputed, {MOST} of them but for attention, which keeps" in report
+
+
+class Store(kept_attention.OnDevice):
+    """Counts what is put into it and what is taken out, and knows what is still alive."""
+
+    def __init__(self):
+        self.seen, self.alive = Counter(), weakref.WeakSet()
+
+    def put(self, tensor):
+        handle = Handle(tensor.clone(), self)
+        self.seen["put"] += 1
+        self.alive.add(handle)
+        return handle
+
+
+class Handle:
+    def __init__(self, tensor, store):
+        self.tensor, self.store = tensor, store
+
+    def get(self):
+        self.store.seen["got"] += 1
+        return self.tensor
+
+
+def with_store(model, store):
+    base = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    tiny_models.enable_checkpointing(model)
+    for layer in model.model.layers:
+        kept_attention.intercept(layer)
+        vars(layer)[decoder_layers.FUNCTION] = kept_attention.KeptAttention(base, store)
+    return model
+
+
+needs_function = pytest.mark.skipif(
+    bool(FEWEST), reason="this transformers reads the function of a layer earlier"
+)
+
+
+def test_a_store_of_its_own():
+    """Each kept tensor is put once, taken once, and freed by the backward of its layer."""
+    store, given = Store(), inputs_of("llama")
+    models = [with_store(sdpa_llama(), store), sdpa_llama()]
+    expected = seeded_step(models[1], given)
+    output = models[0](**given)
+    assert store.seen == {"put": 2 * LAYERS} and len(store.alive) == 2 * LAYERS
+    output.loss.backward()
+    assert store.seen == {"put": 2 * LAYERS, "got": 2 * LAYERS} and not store.alive
+    assert_bits(({"loss": output.loss}, {n: p.grad for n, p in models[0].named_parameters()}), expected)
+
+
+def test_a_graph_that_is_kept():
+    """Two backwards of one graph recompute twice, and read the kept tensors twice."""
+    store, given = Store(), inputs_of("llama")
+    model = with_store(sdpa_llama(), store)
+    loss = model(**given).loss
+    weights = [p for p in model.parameters() if p.requires_grad]
+    with Kernels() as kernels:
+        first = torch.autograd.grad(loss, weights, retain_graph=True)
+        second = torch.autograd.grad(loss, weights)
+    assert all(map(torch.equal, first, second))
+    assert (kernels.forwards, kernels.backwards) == (0, 2 * LAYERS) and not store.alive
+
+
+def test_a_forward_without_a_backward_frees_all():
+    store = Store()
+    model = with_store(sdpa_llama(), store)
+    loss = model(**inputs_of("llama")).loss
+    assert store.alive
+    del loss
+    gc.collect()
+    assert not store.alive
+    with torch.no_grad():
+        model(**inputs_of("llama"))
+    assert store.seen["put"] == 2 * LAYERS
+
+
+def test_a_kept_tensor_that_is_written():
+    handle = kept_attention.OnDevice().put(tensor := torch.ones(2))
+    assert handle.get() is tensor
+    tensor.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        handle.get()
+
+
+# --- with other code ----------------------------------------------------------------------------------------
+
+
+def test_adapters():
+    """Only adapters are trained; the first layer's input has no gradient."""
+    given = inputs_of("llama")
+    models = [
+        lora(sdpa_llama(), "q_proj", "down_proj", init_lora_weights=False, lora_dropout=0.2) for _ in range(2)
+    ]
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, MOST)
+    result, (forwards, _) = kernels_of(models[0], given)
+    assert_bits(result, expected)
+    assert counts(models[0])[State.ATTENTION] == MOST and forwards == LAYERS + FEWEST
+
+
+def test_attention_without_gradients():
+    """Frozen up to the MLP of the first layer: its attention has nothing to keep."""
+    given = inputs_of("llama")
+    models = [sdpa_llama(), sdpa_llama()]
+    for model in models:
+        model.requires_grad_(False)
+        model.model.layers[0].mlp.requires_grad_(True)
+        model.model.layers[2].requires_grad_(True)
+    expected = seeded_step(models[1], given)
+    planned(models[0], given, MOST)
+    assert_bits(seeded_step(models[0], given), expected)
+
+
+def test_accumulation_and_evaluation():
+    models = [planned(sdpa_llama(), inputs_of("llama"), 1), sdpa_llama()]
+    for level in (1, MOST, MOST):
+        results = []
+        set_level(models[0], level)
+        for model in models:
+            model.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(**tiny_models.batch())
+            model.train()
+            for tokens in (11, 8, 11):
+                loss = model(**tiny_models.batch(tokens=tokens)).loss
+                loss.backward()
+            results.append(({"loss": loss}, {n: p.grad for n, p in model.named_parameters()}))
+        assert_bits(*results)
+    assert counts(models[0]) == (FEWEST, MOST, 0)
+
+
+def test_copies_and_the_end():
+    given = inputs_of("llama")
+    model = planned(sdpa_llama(), given, MOST)
+    expected = seeded_step(model, given)
+    again = copy.deepcopy(model)
+    assert_bits(seeded_step(again, given), expected)
+    assert counts(again)[State.ATTENTION] == MOST
+    lt.checkpoint(model, None)
+    result, kernels = kernels_of(model, given)
+    assert_bits(result, expected)
+    assert kernels == (LAYERS, LAYERS)
+
+
+def test_a_reentrant_checkpoint_keeps_no_attention():
+    given = inputs_of("llama")
+    model = sdpa_llama()
+    tiny_models.enable_checkpointing(model, reentrant=True)
+    planned(model, given, MOST)
+    result, _ = kernels_of(model, given)
+    assert_bits(result, seeded_step(sdpa_llama(), given))
+    if not decoder_layers.READS_BEFORE_HOOKS:
+        assert counts(model)[State.ATTENTION] == 0
+        assert planners(model)[0].refusal.startswith("another function than torch's non-reentrant checkpoint")
+
+
+def test_compiled():
+    """Compiled code keeps the outputs of the same kernels."""
+    given = inputs_of("llama")
+    model = planned(sdpa_llama(), given, MOST)
+    expected = seeded_step(model, given)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    kernels_of(compiled, given)
+    result, (forwards, _) = kernels_of(compiled, given)
+    torch.testing.assert_close(result[0]["loss"], expected[0]["loss"])
+    assert forwards == LAYERS
+
+
+# --- kernels of a GPU ---------------------------------------------------------------------------------------
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_of_a_gpu(kernel, length, dropout):
+    """The loss of full checkpointing, and its gradients as far as the kernel gives the same ones twice."""
+    models = [
+        liger.patch(
+            tiny_models.make(
+                "llama",
+                "cuda",
+                torch.bfloat16,
+                num_hidden_layers=LAYERS,
+                attn_implementation="sdpa",
+                head_dim=64,
+                attention_dropout=dropout,
+                max_position_embeddings=128,
+            )
+        )
+        for _ in range(2)
+    ]
+    given = tiny_models.batch("cuda", tokens=length)
+    if kernel == "flash":
+        del given["attention_mask"]
+    tiny_models.enable_checkpointing(models[1])
+    with sdpa_kernel(KERNELS[kernel]), deterministic():
+        expected, again = (seeded_step(models[1], given) for _ in range(2))
+        lt.checkpoint(models[0], PLENTY * 100)
+        for level in (0, 0, MOST, MOST):
+            set_level(models[0], level)
+            result, (forwards, backwards) = kernels_of(models[0], given)
+    assert counts(models[0]) == (FEWEST, MOST, 0), lt.patch_report(models[0]).checkpointing
+    assert (forwards, backwards) == (2 * LAYERS - MOST, LAYERS)
+    assert torch.equal(result[0]["loss"], expected[0]["loss"])
+    for name, gradient in expected[1].items():
+        if torch.equal(again[1][name], gradient):
+            assert torch.equal(result[1][name], gradient), name
+        else:
+            torch.testing.assert_close(result[1][name], gradient, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2", "flash_attention_3"])
+def test_other_implementations_of_a_gpu(implementation):
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(
+        implementation
+    )
+    if package is not None:
+        pytest.importorskip(package)
+    models = [
+        tiny_models.make(
+            "llama", "cuda", torch.bfloat16, num_hidden_layers=LAYERS, attn_implementation=implementation,
+            head_dim=64, max_position_embeddings=128,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    given = tiny_models.batch("cuda", tokens=64)
+    tiny_models.enable_checkpointing(models[1])
+    expected = seeded_step(models[1], given)
+    lt.checkpoint(models[0], PLENTY * 100)
+    for level in (0, 0, MOST, MOST):
+        set_level(models[0], level)
+        result = seeded_step(models[0], given)
+    assert counts(models[0]) == (FEWEST, MOST, 0), lt.patch_report(models[0]).checkpointing
+    assert torch.equal(result[0]["loss"], expected[0]["loss"])
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(result[1][name], gradient, msg=name)
+
+
+@pytest.mark.gpu
+def test_times_decide_on_a_gpu(monkeypatch):
+    """Long sequences of narrow layers: attention is most of the time, and the plan keeps it first."""
+    monkeypatch.undo()
+    model = liger.patch(
+        tiny_models.make(
+            "llama", "cuda", torch.bfloat16, num_hidden_layers=LAYERS, attn_implementation="sdpa", head_dim=64,
+            max_position_embeddings=16384,
+        )
+    )  # fmt: skip
+    lt.checkpoint(model, PLENTY * 100)
+    ids = torch.randint(3, tiny_models.VOCAB, (1, 16384), device="cuda")
+    for _ in range(2):
+        tiny_models.step(model, input_ids=ids, labels=ids)
+    (planner,) = planners(model)
+    assert all(2 * saving.attention_time > saving.time > 0 for saving in planner.savings)
+    assert [state for _, state in planner.plan.upgrades[:MOST]] == [State.ATTENTION] * MOST
