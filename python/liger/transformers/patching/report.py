@@ -36,6 +36,7 @@ PARTS = {
     "experts": "MoE experts",
     "relu_squared": "squared ReLU",
     "gelu": "GELU",
+    "lora_linear": "LoRA layer",
     "cross_entropy": "loss",
     "fused_linear_cross_entropy": "lm_head and loss",
     "vocab_parallel_fused_linear_cross_entropy": "vocabulary-parallel lm_head and loss",
@@ -58,7 +59,7 @@ class PatchReport:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
             ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their
             own), ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
+            ``"lora_linear"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
             ``"vocab_parallel_fused_linear_cross_entropy"`` if tensor parallelism shards the classes of the
             lm_head, or ``"trainer_loss"`` for a model whose lm_head was replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
