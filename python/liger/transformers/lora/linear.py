@@ -67,14 +67,15 @@ class _Linears(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         weights = [w if p.state is None else p.weight for w, p in zip(others[:count], parts, strict=True)]
         low = Low.of_tensors(others[count:])
-        dtype = next(grad.dtype for grad in grads if grad is not None)
         like = next(grad for grad in grads if grad is not None)
+        rows = ctx.shape[:-1].numel()
         grads = [
-            like.new_zeros((*ctx.shape[:-1], outputs(part)), dtype=dtype) if grad is None else grad
+            like.new_zeros(rows, outputs(part)) if grad is None else products.rows_of(grad)
             for grad, part in zip(grads, parts, strict=True)
         ]
         needs = by_part(ctx.needs_input_grad[2:])
-        found = products.gradients(x, grads, parts, low, weights, ctx.needs_input_grad[1], needs)
+        ups = products.ups_of(grads, low)
+        found = products.gradients(x, grads, ups, parts, low, weights, ctx.needs_input_grad[1], needs)
         grad_x = None if found.x is None else found.x.view(ctx.shape).to(ctx.dtype)
         return None, grad_x, *found.parts
 

@@ -84,7 +84,11 @@ def low_products(x, parts):
     masks = _masks(x, parts)
     if any(mask is not None for mask in masks):
         columns = _ranks(parts)
-        each = [_kept(rows, m) @ a[c].t() for p, m, c in zip(parts, masks, columns, strict=True) if p.a is not None]
+        each = [
+            _kept(rows, m) @ a[c].t()
+            for p, m, c in zip(parts, masks, columns, strict=True)
+            if p.a is not None
+        ]
         h = torch.cat(each, 1)
     else:
         h = rows @ a.t()
@@ -116,19 +120,24 @@ class Gradients(NamedTuple):
     parts: list
 
 
-def gradients(x, grads, parts, low, weights, need_x, needs):
+def ups_of(grads, low):
+    """Per part (rows, r) the gradient of its columns of ``h``, or None; ``grads``: of the results, as
+    rows."""
+    return [None if b is None else grad @ b for grad, b in zip(grads, low.bs, strict=True)]
+
+
+def gradients(x, grads, ups, parts, low, weights, need_x, needs):
     """The :class:`Gradients` of :func:`linear_products`.
 
     Args:
         x: the input, or None if no first factor trains.
-        grads: the gradients of the results.
+        grads: the gradients of the results, as rows.
+        ups: of :func:`ups_of`.
         weights: of the base layers, as :func:`dense` takes them.
         need_x: whether the gradient of the input is needed.
         needs: per part whether the gradients of bias, a and b are.
     """
-    grads = [rows_of(grad) for grad in grads]
     columns = _ranks(parts)
-    ups = [None if b is None else grad @ b for grad, b in zip(grads, low.bs, strict=True)]
     known = [up for up in ups if up is not None]
     up = None if not known else known[0] if len(known) == 1 else torch.cat(known, 1)
     dropped = any(mask is not None for mask in low.masks)

@@ -13,7 +13,6 @@ import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from ..._core.op.autograd import is_traced
@@ -182,5 +181,7 @@ def _calls(node):
     for child in ast.iter_child_nodes(node):
         yield from _calls(child)
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=x)], keywords=[]):
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=x)], keywords=[]
+        ):
             yield name, x

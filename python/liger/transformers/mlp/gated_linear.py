@@ -79,7 +79,7 @@ class Form:
         return None, None, None, grad_weight, grad_bias, *grads
 
     def gradients(self, ctx, grad_product, gate_up):
-        """(gradients of gate_up, the product); they take the place of gate_up and grad_product where they may.
+        """(gradients of gate_up, the product), in the memory of gate_up and grad_product where they may be.
 
         ``ctx``: of a node, with ``inplace`` and ``emits`` as for :func:`gated_linear`.
         """

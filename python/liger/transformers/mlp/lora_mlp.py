@@ -7,7 +7,6 @@ down_proj follows. Frozen weights get no gradient.
 """
 
 import torch
-from torch import nn
 
 from ..._core.op.autograd import differentiable_once, is_traced, non_overlapping, refuse_second_derivative
 from ..lora import products
@@ -109,17 +108,20 @@ def _backward(ctx, grad):
     low, low_down = (products.Low.of_tensors(each) for each in (rest[:split], rest[split:]))
     *needs, need_down = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
-    grad_product = products.gradients(
-        None, [grad], [down], low_down, weights[-1:], True, [(False, False, False)]
-    ).x
+    of_down = [down], low_down, weights[-1:]
+    flat = [products.rows_of(grad)]
+    ups = products.ups_of(flat, low_down)
+    grad_product = products.gradients(None, flat, ups, *of_down, True, [(False, False, False)]).x
     grad_product = grad_product.view(*grad.shape[:-1], grad_product.shape[-1])
     grads, product = ctx.form.gradients(ctx, grad_product, gate_up)
     del grad_product
-    of_down = products.gradients(product, [grad], [down], low_down, weights[-1:], False, [need_down]).parts
+    found_down = products.gradients(product, flat, ups, *of_down, False, [need_down])
     del product
-    found = products.gradients(x, grads, inputs, low, weights[:count], ctx.need_x, needs)
+    flat = [products.rows_of(each) for each in grads]
+    ups = products.ups_of(flat, low)
+    found = products.gradients(x, flat, ups, inputs, low, weights[:count], ctx.need_x, needs)
     grad_x = None if found.x is None else found.x.view(ctx.shape).to(ctx.dtype)
-    return None, grad_x, *found.parts, *of_down
+    return None, grad_x, *found.parts, *found_down.parts
 
 
 def gated_lora(form, parts, x, inplace, emits):
