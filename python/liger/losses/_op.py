@@ -211,10 +211,10 @@ def _forward(a):
             )
         )
     if chunks is None:
+        logits_dtype = {"logits_dtype": options.logits_dtype}
         logprobs, entropy, argmax, *_ = fused_linear_logprobs_forward(
-            *layer, *options.of_logits, options.memory_budget, with_entropy, with_metrics,
-            logits_dtype=options.logits_dtype,
-        )  # fmt: skip
+            *layer, *options.of_logits, options.memory_budget, with_entropy, with_metrics, **logits_dtype
+        )
         if not (any(needs_grad) or need_row_grads):
             loss = function.value(logprobs, entropy)
             of_rows = logprobs.new_empty(0), logprobs.new_empty(0)
@@ -224,10 +224,8 @@ def _forward(a):
         returned = [logprobs.new_empty(0) if g is None or not need_row_grads else g for g in row_grads]
         if not any(needs_grad):
             return loss, logprobs, entropy, argmax, *returned, *_no_gradients(input, weight, bias)
-        grads = fused_linear_logprobs_backward(
-            *row_grads, *layer, *options.of_logits, options.accum_dtype, options.memory_budget, *needs_grad,
-            logits_dtype=options.logits_dtype,
-        )  # fmt: skip
+        head = *options.of_logits, options.accum_dtype, options.memory_budget
+        grads = fused_linear_logprobs_backward(*row_grads, *layer, *head, *needs_grad, **logits_dtype)
         return loss, logprobs, entropy, argmax, *returned, *grads
 
     wide = accumulate_dtype(input.dtype)

@@ -40,7 +40,8 @@ from ..ops.divergence.op import jsd_divergence
 from ..ops.fused_linear_ce.op import fused_linear_ce
 from ..ops.fused_linear_divergence.op import fused_linear_distillation
 from ._batch import as_scalar
-from .base import NAMES_OF_HEAD, TOKEN_METRICS, TokenMetric, TokenMetrics, check_choice
+from .base import NAMES_OF_HEAD, check_choice
+from .results import TOKEN_METRICS, TokenMetric, TokenMetrics
 
 
 @serialisable
@@ -206,10 +207,9 @@ class DistillationLoss(nn.Module):
         # The metrics of this function are without gradient under every tracer, some of which drop detach and
         # no_grad.
         layer = [t if t is None else t.detach() for t in (input, weight, target, bias)]
-        found = fused_linear_ce(
-            *layer, ignore_index=self.ignore_index, reduction="sum", memory_budget=self.memory_budget,
-            metrics=("logprobs", "entropy", "argmax"),
-        )  # fmt: skip
+        options = {"ignore_index": self.ignore_index, "memory_budget": self.memory_budget}
+        metrics = ("logprobs", "entropy", "argmax")
+        found = fused_linear_ce(*layer, reduction="sum", metrics=metrics, **options)
         tokens = {"logprobs": found.logprobs, "entropy": found.entropy, "argmax": found.argmax}
         return TokenMetrics(**{name: tokens[name].view(rows.token_shape) for name in self.metrics})
 
@@ -251,11 +251,10 @@ class DistillationLoss(nn.Module):
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
         tokens = self._token_metrics(rows, input, weight, bias)
-        loss, *terms = fused_linear_distillation(
-            rows.op, input, weight, teacher, heads[1], indices, rows.target, bias, heads[2], row_weight, divergence,
-            beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss, self.ignore_index, False,
-            self.accum_dtype, self.memory_budget,
-        )  # fmt: skip
+        heads = weight, teacher, heads[1], indices, rows.target, bias, heads[2]
+        options = divergence, beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss
+        limits = self.ignore_index, False, self.accum_dtype, self.memory_budget
+        loss, *terms = fused_linear_distillation(rows.op, input, *heads, row_weight, *options, *limits)
         factors = self.weight_soft_loss, self.weight_hard_loss
         soft, hard = (
             term.sum() / factor if factor else None for term, factor in zip(terms, factors, strict=True)
