@@ -255,9 +255,8 @@ class FusedLinearLoss(nn.Module):
     ) -> Tensor:
         """Log-probabilities of the targets in their shape, without gradients. ``names``: argument
         names for error messages."""
-        logprobs, *_ = logprobs_of_layer(
-            batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()
-        )
+        layer = input.flatten(0, -2), weight, batch.target, bias
+        logprobs, *_ = logprobs_of_layer(batch.op, names, layer, self._head_options())
         return logprobs.view(batch.token_shape)
 
     def _head_options(self) -> HeadOptions:

@@ -39,6 +39,7 @@ from .._core.runtime.memory_budget import check_budget_variable
 from ..ops.divergence.op import jsd_divergence
 from ..ops.fused_linear_ce.op import fused_linear_ce
 from ..ops.fused_linear_divergence.op import fused_linear_distillation
+from ..ops.fused_linear_divergence.rows import Terms
 from ._batch import as_scalar
 from .base import NAMES_OF_HEAD, check_choice
 from .results import TOKEN_METRICS, TokenMetric, TokenMetrics
@@ -251,10 +252,12 @@ class DistillationLoss(nn.Module):
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
         tokens = self._token_metrics(rows, input, weight, bias)
-        heads = weight, teacher, heads[1], indices, rows.target, bias, heads[2]
-        options = divergence, beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss
-        limits = self.ignore_index, False, self.accum_dtype, self.memory_budget
-        loss, *terms = fused_linear_distillation(rows.op, input, *heads, row_weight, *options, *limits)
+        layer = input, weight, rows.target, bias
+        soft, hard = self.weight_soft_loss * factor, self.weight_hard_loss
+        terms = Terms(divergence, beta, self.temperature, soft, hard, self.ignore_index)
+        limits = self.accum_dtype, self.memory_budget
+        teacher = teacher, heads[1], indices, heads[2]
+        loss, *terms = fused_linear_distillation(rows.op, layer, teacher, row_weight, terms, False, *limits)
         factors = self.weight_soft_loss, self.weight_hard_loss
         soft, hard = (
             term.sum() / factor if factor else None for term, factor in zip(terms, factors, strict=True)

@@ -162,6 +162,18 @@ HEAD: dict[str, Any] = {
     "memory_budget": BYTES,
     "logits_dtype": DTYPE,
 }
+# Options of norms.
+NORM: dict[str, Any] = {
+    **{"eps": NOT_NEGATIVE, "offset": FINITE, "casting_mode": TEXT},
+    **{"group_size": COUNT, "norm_before_gate": FLAG, "activation": TEXT},
+}
+# Options of modules.
+MODULE: dict[str, Any] = {
+    **{"device": ANYTHING, "dtype": DTYPE, "normalized_shape": SIZES},
+    **dict.fromkeys(("bias", "affine", "elementwise_affine", "inplace"), FLAG),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_experts"), COUNT),
+    **dict.fromkeys(("num_groups", "num_channels"), COUNT),
+}
 # The low-rank term of an lm_head.
 LORA: dict[str, Any] = {"lora_scale": FINITE}
 # The classes of the vocabulary that a process has.

@@ -8,6 +8,8 @@ weight per row and, except for "none", a sum over rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..._core.dtensor.inputs import align_tokens
@@ -35,6 +37,7 @@ from ..._core.op.autograd import (
     wants_grad,
 )
 from ..._core.op.backend import register_family
+from ..._core.op.by_name import by_name
 from ..._core.op.fakes import check_one_device, register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
 from ..._core.op.loss_rows import Tokens, denominator_tensor, memory_order, refuse_gradients
@@ -232,10 +235,17 @@ def jsd_divergence(beta):
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
-def _divergence(
-    op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
-    reduction,
-):  # fmt: skip
+class _Options(NamedTuple):
+    """The options of a divergence, in the order of the op schemas."""
+
+    divergence: str
+    beta: float
+    temperature: float
+    log_probs: bool
+    ignore_index: int
+
+
+def _divergence(op, student, teacher, target, token_weight, denominator, options, reduction):
     batch = student.shape[0] if student.dim() > 1 else 1
     rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
@@ -245,59 +255,46 @@ def _divergence(
         check_floating(op, "teacher", teacher)
         # Autograd returns the gradient in the dtype of the student.
         rows, teacher = (t.to(torch.promote_types(rows.dtype, teacher.dtype)) for t in (rows, teacher))
-    weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
-    if log_probs and temperature != 1.0:
+    weight = row_weights(op, rows, batch, target, token_weight, denominator, options.ignore_index, reduction)
+    if options.log_probs and options.temperature != 1.0:
         raise ValueError(
-            f"{op}: temperature is {described(temperature)} with log_probs, expected 1: log-probabilities are logits "
-            "too, so pass them without log_probs"
+            f"{op}: temperature is {described(options.temperature)} with log_probs, expected 1: log-probabilities "
+            "are logits too, so pass them without log_probs"
         )
-    torch.ops.liger.check_divergence(
-        op, rows, teacher, target, weight, divergence, beta, temperature, log_probs
-    )
+    torch.ops.liger.check_divergence(op, rows, teacher, target, weight, *options[:4])
     refuse_gradients(op, teacher=teacher)
     per_row = reduction == "none"
-    loss = _forward_op(
-        rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
-        _gradient_in_forward(rows, reduction),
-    )[0]  # fmt: skip
+    need_grad = _gradient_in_forward(rows, reduction)
+    loss, _, _ = _forward_op(rows, teacher, target, weight, *options, per_row, need_grad)
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _kl_div(
-    student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
-    log_probs=False, ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
-        temperature, log_probs, ignore_index, reduction,
-    )  # fmt: skip
+def _composite(name, divergence_of):
+    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
+
+    @by_name(getattr(torch.ops.liger, name).default)
+    def composite(a):
+        options = _Options(*divergence_of(a), a.temperature, a.log_probs, a.ignore_index)
+        tensors = a.student, a.teacher, a.target, a.token_weight, a.denominator
+        return _divergence(name, *tensors, options, a.reduction)
+
+    return composite
 
 
-def _jsd_op(
-    student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
-        ignore_index, reduction,
-    )  # fmt: skip
-
-
-def _tvd_op(
-    student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
-        reduction,
-    )  # fmt: skip
+def kl_divergence(reverse):
+    """The name of the divergence of ``kl_div``."""
+    return "reverse_kl" if reverse else "forward_kl"
 
 
 _library = torch.library.Library("liger", "IMPL")
-for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op)):
-    _library.impl(_name, _composite, "CompositeImplicitAutograd")
+for _name, _divergence_of in {
+    "kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
+    "jsd": lambda a: (jsd_divergence(a.beta), a.beta),
+    "tvd": lambda a: ("tvd", 0.5),
+}.items():
+    _library.impl(_name, _composite(_name, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -368,9 +365,8 @@ def kl_div(
     2306.08543.
     """
     denominator = denominator_tensor(denominator, student)
-    return _kl_div(
-        student, teacher, target, token_weight, denominator, reverse, temperature, log_probs, ignore_index, reduction
-    )  # fmt: skip
+    options = _Options(kl_divergence(reverse), 0.5, temperature, log_probs, ignore_index)
+    return _divergence("kl_div", student, teacher, target, token_weight, denominator, options, reduction)
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -409,9 +405,8 @@ def jsd(
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
     denominator = denominator_tensor(denominator, student)
-    return _jsd_op(
-        student, teacher, target, token_weight, denominator, beta, temperature, log_probs, ignore_index, reduction
-    )  # fmt: skip
+    options = _Options(jsd_divergence(beta), beta, temperature, log_probs, ignore_index)
+    return _divergence("jsd", student, teacher, target, token_weight, denominator, options, reduction)
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -447,6 +442,5 @@ def tvd(
     2307.15190.
     """
     denominator = denominator_tensor(denominator, student)
-    return _tvd_op(
-        student, teacher, target, token_weight, denominator, temperature, log_probs, ignore_index, reduction
-    )
+    options = _Options("tvd", 0.5, temperature, log_probs, ignore_index)
+    return _divergence("tvd", student, teacher, target, token_weight, denominator, options, reduction)
