@@ -207,10 +207,10 @@ class ChunkPlan(NamedTuple):
         rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
         rank_classes = -(-vocab_size // dist.get_world_size(group))
+        size = element_size or input.element_size()
         chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
-            rows, hidden, rank_classes, element_size or input.element_size(), need_grad_weight,
-            exact, memory_budget,
-        )  # fmt: skip
+            rows, hidden, rank_classes, size, need_grad_weight, exact, memory_budget
+        )
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
 
     def run(self, computed, start, finish):
@@ -376,10 +376,10 @@ def _backward(ctx, grad_loss, *_grad_others):
         if logits.shape[1] == 0:
             return torch.empty_like(logits), *(None,) * 14
         coef_exp, coef_target, coef_class = (*(c * grad_loss for c in scaled), None)[:3]
-        grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
-            logits, target, reference, coef_exp, coef_target, coef_class,
-            None if coef_class is None else ce_weight, *ctx.where, None,
-        )  # fmt: skip
+        ce_weight = None if coef_class is None else ce_weight
+        coefs = reference, coef_exp, coef_target, coef_class, ce_weight
+        backward = torch.ops.liger.cross_entropy_stats_backward.default
+        grad_logits = backward(logits, target, *coefs, *ctx.where, None)
     return grad_logits, *(None,) * 14
 
 

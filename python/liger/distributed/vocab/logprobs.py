@@ -324,10 +324,10 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     input, weight, target, bias, stats, entropy, *kept = ctx.saved_tensors
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
-    grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options.of_logits, stats, entropy,
-        *ctx.options[3:], *ctx.shards, *needed, *kept,
-    )  # fmt: skip
+    layer, options = (input, weight, target, bias), ctx.options
+    rows = *options.of_logits, stats, entropy, *options[3:], *ctx.shards
+    backward = torch.ops.liger_distributed.fused_linear_logprobs_backward.default
+    grads = backward(grad_logprobs, grad_entropy, *layer, *rows, *needed, *kept)
     return at_positions(ctx.arguments, positions, grads, needed)
 
 
