@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Post-training losses over a linear head: logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
+from ._distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from ._pairs import PreferenceLoss, PreferenceMetrics
 from .base import FusedLinearLoss
 from .distillation import (
-    DistillationLoss,
-    DistillationMetrics,
-    DistillationOptions,
     FusedLinearCosineSimilarityLoss,
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,

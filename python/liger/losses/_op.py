@@ -31,11 +31,11 @@ from torch._C import (
 from .._core.head.lm_head import HeadOptions
 from .._core.head.results import fake_gradients
 from .._core.math.dtypes import accumulate_dtype
-from .._core.op.arguments import check_classes
 from .._core.op.autograd import differentiable, differentiable_once, graph_of_its_own, refuse_gradient_outputs
 from .._core.op.by_name import arguments_type, by_name
 from .._core.op.fakes import register_fake
 from .._core.op.forward_gradients import rescale, scaled_by_upstream
+from .._core.op.tensors import check_classes
 from .._core.op.vmap import register_loops
 from ..ops.fused_linear_logprobs.chunks import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import ChunkArguments, Layout, make_chunks

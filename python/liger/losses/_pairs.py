@@ -22,10 +22,9 @@ from .._core.op.arguments import (
     POSITIVE,
     TEXT,
     arguments,
-    check_given_classes,
-    check_indices,
 )
 from .._core.op.named_results import serialisable
+from .._core.op.tensors import check_given_classes, check_indices
 from ..ops.fused_linear_logprobs.op import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores
 from .base import FusedLinearLoss

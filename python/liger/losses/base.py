@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from .._core.dtensor.inputs import is_dtensor
 from .._core.head.float16_factor import float16_factor
 from .._core.head.lm_head import HeadOptions
-from .._core.op.arguments import (
-    FLAG,
-    HEAD,
-    LayerNames,
-    arguments,
-    check_accum_dtype,
-    check_layer,
-    check_logits_dtype,
-    wrong_shape,
-)
+from .._core.op.arguments import FLAG, HEAD, arguments
 from .._core.op.autocast import autocast_operands
 from .._core.op.autograd import recording_tracer, wants_grad
+from .._core.op.tensors import LayerNames, check_accum_dtype, check_layer, check_logits_dtype, wrong_shape
 from .._core.runtime.memory_budget import check_budget_variable
 from ..ops.fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight
 from ..ops.fused_linear_logprobs.op import logprobs_of_layer

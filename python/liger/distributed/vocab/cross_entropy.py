@@ -18,11 +18,11 @@ from ..._core.math.computed_rows import computed_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.float32_matmul import float32_product
 from ..._core.math.matmul import product, without_ignored, write_linear
-from ..._core.op.arguments import check_classes
 from ..._core.op.autograd import differentiable, differentiable_once
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import refuse_gradients
+from ..._core.op.tensors import check_classes
 from ...ops.fused_linear_ce.op import differentiable_ce
 from . import sm90
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of

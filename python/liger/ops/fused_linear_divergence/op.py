@@ -15,31 +15,25 @@ from ..._core.dtensor.inputs import is_dtensor
 from ..._core.head.float16_factor import float16_factor
 from ..._core.head.results import fake_gradients
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
-    LayerNames,
-    arguments,
-    check_accum_dtype,
-    check_device,
-    check_floating,
-    check_layer,
-    wrong_shape,
-)
+from ..._core.op.arguments import arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
 from ..._core.op.by_name import by_name, options_among
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.tensors import (
+    LayerNames,
+    check_accum_dtype,
+    check_device,
+    check_floating,
+    check_layer,
+    wrong_shape,
+)
 from ..._core.op.types import DivergenceReduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable
-from ..divergence.op import (
-    DIVERGENCE_OPTIONS,
-    flatten_pair,
-    jsd_divergence,
-    kl_divergence,
-    nan_if_empty,
-    row_weights,
-)
+from ..divergence.op import DIVERGENCE_OPTIONS, jsd_divergence, kl_divergence
+from ..divergence.reduction import flatten_pair, nan_if_empty, row_weights
 from . import chunks as _kernel  # noqa: F401  (registers the kernel)
 from .rows import Terms
 

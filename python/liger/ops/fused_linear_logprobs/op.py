@@ -27,26 +27,21 @@ from ..._core.head.kept_logits import NOTHING, check_keep, choose, new_kept
 from ..._core.head.lm_head import HeadOptions
 from ..._core.head.results import fake_gradients, fake_logprobs
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
-    FLAG,
-    HEAD,
-    LORA,
-    SHARDS,
-    LayerNames,
-    arguments,
-    check_accum_dtype,
-    check_given_classes,
-    check_ignore_index,
-    check_layer,
-    check_logits_dtype,
-    names_among,
-)
+from ..._core.op.arguments import FLAG, HEAD, LORA, SHARDS, arguments, names_among
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import flatten_rows
 from ..._core.op.named_results import serialisable
+from ..._core.op.tensors import (
+    LayerNames,
+    check_accum_dtype,
+    check_given_classes,
+    check_ignore_index,
+    check_layer,
+    check_logits_dtype,
+)
 from ..._core.op.types import LogProbMetric, LogProbOptions
 from ..._core.runtime.memory_budget import check_budget_variable
 from ..fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight

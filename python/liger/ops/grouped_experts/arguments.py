@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 
-from ..._core.op.arguments import (
-    FLAG,
-    POSITIVE,
-    check,
+from ..._core.op.arguments import FLAG, POSITIVE, check, choice
+from ..._core.op.tensors import (
     check_device,
     check_floating,
     check_like,
     check_shape,
-    choice,
     wrong_dtype,
     wrong_shape,
 )
