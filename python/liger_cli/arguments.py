@@ -11,9 +11,7 @@ from collections.abc import Callable
 _NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # The first one is the oldest that the kernels run on.
-CAPABILITIES = (
-    (8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1),
-)  # fmt: skip
+CAPABILITIES = tuple(divmod(code, 10) for code in (80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], float]:

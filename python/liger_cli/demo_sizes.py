@@ -30,18 +30,18 @@ class Size:
         return asdict(self)
 
 
+_SMALL = {"dtype": "float32", "learning_rate": 1e-3, "gradient_checkpointing": False}
+_LARGE = {"dtype": "bfloat16", "learning_rate": 3e-4, "gradient_checkpointing": True}
+
+
+def _size(kind, model, run, text_bytes, memory_budget=None):
+    """``model``: vocab to intermediate of :class:`Size`; ``run``: sequence, batch and steps."""
+    numbers = dict(zip(Size.__dataclass_fields__, (*model, *run), strict=False))
+    return Size(**numbers, **kind, text_bytes=text_bytes, memory_budget=memory_budget)
+
+
 SIZES = {
-    "tiny": Size(
-        vocab=8192, hidden=96, layers=2, heads=4, kv_heads=2, intermediate=256, sequence=256, batch=4, steps=8,
-        learning_rate=1e-3, dtype="float32", gradient_checkpointing=False, text_bytes=1 << 20, memory_budget="8M",
-    ),
-    "cpu": Size(
-        vocab=16384, hidden=192, layers=3, heads=6, kv_heads=2, intermediate=512, sequence=512, batch=4, steps=40,
-        learning_rate=1e-3, dtype="float32", gradient_checkpointing=False, text_bytes=4 << 20, memory_budget="32M",
-    ),
-    # Llama-3.2-1B
-    "gpu": Size(
-        vocab=128256, hidden=2048, layers=16, heads=32, kv_heads=8, intermediate=8192, sequence=2048, batch=8,
-        steps=40, learning_rate=3e-4, dtype="bfloat16", gradient_checkpointing=True, text_bytes=12 << 20,
-    ),
-}  # fmt: skip
+    "tiny": _size(_SMALL, (8192, 96, 2, 4, 2, 256), (256, 4, 8), 1 << 20, "8M"),
+    "cpu": _size(_SMALL, (16384, 192, 3, 6, 2, 512), (512, 4, 40), 4 << 20, "32M"),
+    "gpu": _size(_LARGE, (128256, 2048, 16, 32, 8, 8192), (2048, 8, 40), 12 << 20),  # Llama-3.2-1B
+}

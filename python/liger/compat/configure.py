@@ -33,8 +33,12 @@ class MoEConfig:
 
 
 def configure(
-    *, process_groups: Any = None, bootstrap_group: Any = None, device: Any = None,
-    flsce: FusedLinearCrossEntropyConfig | None = None, moe: MoEConfig | None = None,
-) -> bool:  # fmt: skip
+    *,
+    process_groups: Any = None,
+    bootstrap_group: Any = None,
+    device: Any = None,
+    flsce: Any = None,
+    moe: Any = None,
+) -> bool:
     """No effect; False, as in liger_kernel where its optional native kernels are not installed."""
     return False

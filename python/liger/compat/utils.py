@@ -101,9 +101,14 @@ def get_total_gpu_memory() -> int:
 
 
 def transformers_version_dispatch(
-    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any], before_args: tuple = (),
-    after_args: tuple = (), before_kwargs: dict | None = None, after_kwargs: dict | None = None,
-) -> Any:  # fmt: skip
+    required_version,
+    before_fn,
+    after_fn,
+    before_args=(),
+    after_args=(),
+    before_kwargs=None,
+    after_kwargs=None,
+) -> Any:
     """Calls ``after_fn`` from the required version of transformers on, ``before_fn`` for older ones."""
     from packaging.version import Version
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Post-training losses over a linear head: logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
-from .base import FusedLinearLoss, LossOptions, LossResult, TokenMetrics
+from ._distillation import DistillationLoss, DistillationMetrics, DistillationOptions
+from ._pairs import PreferenceLoss, PreferenceMetrics
+from .base import FusedLinearLoss
 from .distillation import (
-    DistillationLoss,
-    DistillationMetrics,
-    DistillationOptions,
     FusedLinearCosineSimilarityLoss,
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
@@ -17,9 +16,8 @@ from .preference import (
     FusedLinearDPOLoss,
     FusedLinearORPOLoss,
     FusedLinearSimPOLoss,
-    PreferenceLoss,
-    PreferenceMetrics,
 )
+from .results import LossOptions, LossResult, TokenMetrics
 from .unpaired import FusedLinearKTOLoss, KTOMetrics
 
 __all__ = [

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.math.dtypes import accumulate_dtype
-from .._core.op.arguments import (
+from .._core.op.fakes import register_fake
+from .._core.op.tensors import (
     check_device,
     check_divisor,
     check_ignore_index,
@@ -18,7 +19,6 @@ from .._core.op.arguments import (
     wrong_dtype,
     wrong_shape,
 )
-from .._core.op.fakes import register_fake
 from .._core.runtime.environment import targets_checked
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")

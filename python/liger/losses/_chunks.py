@@ -274,10 +274,9 @@ class Sm90Chunks:
     def read(self, groups, logprobs, entropy, argmax):
         """As :meth:`PortableChunks.read`."""
         rows, grad_rows = self._rows()
-        self._arguments = (
-            *self._operands, *self._options, self._next, self._ranges, self._position, self._grad_weight,
-            self._panel_workspace, rows, self._workspace, grad_rows,
-        )  # fmt: skip
+        memory = self._grad_weight, self._panel_workspace, rows, self._workspace, grad_rows
+        where = self._next, self._ranges, self._position
+        self._arguments = *self._operands, *self._options, *where, *memory
         self._groups = groups
         self._next += 1
         torch.ops.liger_sm90.logprobs.default(*self._arguments, logprobs, entropy, argmax)

@@ -31,11 +31,11 @@ from torch._C import (
 from .._core.head.lm_head import HeadOptions
 from .._core.head.results import fake_gradients
 from .._core.math.dtypes import accumulate_dtype
-from .._core.op.arguments import check_classes
 from .._core.op.autograd import differentiable, differentiable_once, graph_of_its_own, refuse_gradient_outputs
 from .._core.op.by_name import arguments_type, by_name
 from .._core.op.fakes import register_fake
 from .._core.op.forward_gradients import rescale, scaled_by_upstream
+from .._core.op.tensors import check_classes
 from .._core.op.vmap import register_loops
 from ..ops.fused_linear_logprobs.chunks import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import ChunkArguments, Layout, make_chunks
@@ -211,10 +211,10 @@ def _forward(a):
             )
         )
     if chunks is None:
+        logits_dtype = {"logits_dtype": options.logits_dtype}
         logprobs, entropy, argmax, *_ = fused_linear_logprobs_forward(
-            *layer, *options.of_logits, options.memory_budget, with_entropy, with_metrics,
-            logits_dtype=options.logits_dtype,
-        )  # fmt: skip
+            *layer, *options.of_logits, options.memory_budget, with_entropy, with_metrics, **logits_dtype
+        )
         if not (any(needs_grad) or need_row_grads):
             loss = function.value(logprobs, entropy)
             of_rows = logprobs.new_empty(0), logprobs.new_empty(0)
@@ -224,10 +224,8 @@ def _forward(a):
         returned = [logprobs.new_empty(0) if g is None or not need_row_grads else g for g in row_grads]
         if not any(needs_grad):
             return loss, logprobs, entropy, argmax, *returned, *_no_gradients(input, weight, bias)
-        grads = fused_linear_logprobs_backward(
-            *row_grads, *layer, *options.of_logits, options.accum_dtype, options.memory_budget, *needs_grad,
-            logits_dtype=options.logits_dtype,
-        )  # fmt: skip
+        head = *options.of_logits, options.accum_dtype, options.memory_budget
+        grads = fused_linear_logprobs_backward(*row_grads, *layer, *head, *needs_grad, **logits_dtype)
         return loss, logprobs, entropy, argmax, *returned, *grads
 
     wide = accumulate_dtype(input.dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,95 +14,20 @@ from torch import Tensor, nn
 from .._core.dtensor.inputs import is_dtensor
 from .._core.head.float16_factor import float16_factor
 from .._core.head.lm_head import HeadOptions
-from .._core.op.arguments import (
-    FLAG,
-    HEAD,
-    LayerNames,
-    arguments,
-    check_accum_dtype,
-    check_layer,
-    check_logits_dtype,
-    names_among,
-    wrong_shape,
-)
+from .._core.op.arguments import FLAG, HEAD, arguments
 from .._core.op.autocast import autocast_operands
 from .._core.op.autograd import recording_tracer, wants_grad
-from .._core.op.named_results import serialisable
+from .._core.op.tensors import LayerNames, check_accum_dtype, check_layer, check_logits_dtype, wrong_shape
 from .._core.runtime.memory_budget import check_budget_variable
 from ..ops.fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight
 from ..ops.fused_linear_logprobs.op import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
 from ._op import FACTOR, fused_linear_loss_forward, portable_name, register_function
+from .results import TOKEN_METRICS, LossResult, TokenMetric, TokenMetrics
 
 _instance_count = itertools.count()
 UNITS = ("token", "sequence", "pair", "batch")
 _T = TypeVar("_T")
-
-
-TokenMetric = Literal["logprobs", "entropy", "argmax"]
-TOKEN_METRICS = names_among(*get_args(TokenMetric))
-
-
-@serialisable
-class TokenMetrics(NamedTuple):
-    """The results of the option ``metrics``: one value per token in the shape of target, without gradient;
-    else None.
-
-    Attributes:
-        logprobs: the log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at
-            ignored tokens.
-        entropy: the entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
-        argmax: the most probable class, int64; -1 at ignored tokens.
-
-    Example, with the subclass in the example of :class:`FusedLinearLoss`::
-
-        >>> loss_function = Likelihood(metrics=("entropy",))
-        >>> tokens = loss_function.run(loss_function.batch(input, target), weight).tokens
-        >>> isinstance(tokens, liger.losses.TokenMetrics), tokens.entropy.shape == target.shape
-        (True, True)
-    """
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    argmax: Tensor | None = None
-
-
-@serialisable
-class LossResult(NamedTuple):
-    """The result of :meth:`FusedLinearLoss.run`.
-
-    Attributes:
-        loss: scalar in float32, or float64 for float64 inputs.
-        logprobs: (S, L) log-probabilities of the targets in nats, without gradient; 0 at ignored tokens and
-            padding.
-        entropy: (S, L) entropies in nats, likewise; None unless ``uses_entropy``.
-        tokens: the metrics that the option ``metrics`` asks for.
-
-    Example, with the subclass in the example of :class:`FusedLinearLoss`::
-
-        >>> loss_function = Likelihood()
-        >>> result = loss_function.run(loss_function.batch(input, target), weight)
-        >>> isinstance(result, liger.losses.LossResult), result.loss.shape
-        (True, torch.Size([]))
-    """
-
-    loss: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
-    tokens: TokenMetrics
-
-
-class LossOptions(TypedDict, total=False):
-    """Types of the options of every :class:`FusedLinearLoss`; the defaults are in its constructor."""
-
-    ignore_index: int
-    metrics: Sequence[TokenMetric]
-    accum_dtype: torch.dtype | None
-    logits_dtype: torch.dtype | None
-    memory_budget: int | None
-    softcap: float | None
-    temperature: float
-    accumulate_grad_weight: bool
 
 
 def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) -> Tensor:
@@ -210,8 +135,12 @@ class FusedLinearLoss(nn.Module):
     compute: Callable[..., Tensor] = _compute
 
     def evaluate(
-        self, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Tensor], shared: Mapping[str, Tensor]
-    ) -> Tensor:  # fmt: skip
+        self,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        given: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+    ) -> Tensor:
         """Calls :meth:`compute` with tensors of the op: their rows are (parts, groups, length)."""
         shared = dict(shared)
         token_index, is_token = shared.pop("token_index", None), shared.pop("is_token", None)
@@ -265,9 +194,13 @@ class FusedLinearLoss(nn.Module):
         return batch
 
     def check_reference(
-        self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
+        self,
+        batch: Batch,
+        weight: Tensor,
+        ref_input: Tensor | None,
+        ref_weight: Tensor | None,
         ref_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Checks the tensors of a reference model, whether or not the loss uses them. Each may be None.
 
         Raises:
@@ -291,8 +224,13 @@ class FusedLinearLoss(nn.Module):
             )
 
     def reference(
-        self, batch: Batch, weight: Tensor, ref_input: Tensor, ref_weight: Tensor | None, ref_bias: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+        self,
+        batch: Batch,
+        weight: Tensor,
+        ref_input: Tensor,
+        ref_weight: Tensor | None,
+        ref_bias: Tensor | None = None,
+    ) -> Tensor:
         """Log-probabilities of the targets under a reference model, in the shape of the targets, without
         gradients.
 
@@ -309,9 +247,8 @@ class FusedLinearLoss(nn.Module):
     ) -> Tensor:
         """Log-probabilities of the targets in their shape, without gradients. ``names``: argument
         names for error messages."""
-        logprobs, *_ = logprobs_of_layer(
-            batch.op, names, input.flatten(0, -2), weight, batch.target, bias, self._head_options()
-        )
+        layer = input.flatten(0, -2), weight, batch.target, bias
+        logprobs, *_ = logprobs_of_layer(batch.op, names, layer, self._head_options())
         return logprobs.view(batch.token_shape)
 
     def _head_options(self) -> HeadOptions:
@@ -325,9 +262,16 @@ class FusedLinearLoss(nn.Module):
         )
 
     def reference_scores(
-        self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
-        ref_bias: Tensor | None, ref_logps: Tensor | None, use_ref_model: bool, average_log_prob: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        batch: Batch,
+        weight: Tensor,
+        ref_input: Tensor | None,
+        ref_weight: Tensor | None,
+        ref_bias: Tensor | None,
+        ref_logps: Tensor | None,
+        use_ref_model: bool,
+        average_log_prob: bool,
+    ) -> Tensor:
         """(S,) log-probabilities of the sequences under the reference model, from its tensors or from
         ``ref_logps``.
 
@@ -359,10 +303,15 @@ class FusedLinearLoss(nn.Module):
         return ref_logps / lengths.clamp_min(1) if average_log_prob else ref_logps
 
     def run(
-        self, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
-        given: Mapping[str, Tensor | None] | None = None, shared: Mapping[str, Tensor | None] | None = None,
+        self,
+        batch: Batch,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        given: Mapping[str, Tensor | None] | None = None,
+        shared: Mapping[str, Tensor | None] | None = None,
         divisor: Callable[[], Tensor] | None = None,
-    ) -> LossResult:  # fmt: skip
+    ) -> LossResult:
         """The loss of a batch.
 
         Args:
@@ -426,12 +375,13 @@ class FusedLinearLoss(nn.Module):
         tensors = [*sliced.values(), *whole.values()] or [batch.target]
         names = f"{','.join(sliced)}|{','.join(whole)}"
         options = self._head_options()
+        # Not of_logits: torch.compile of torch 2.10 traces no property of a named tuple.
+        head = options.temperature, options.ignore_index, options.softcap, options.accum_dtype
+        flags = self.uses_entropy, with_metrics, *needs_grad, options.logits_dtype, parameter is not None
         results = fused_linear_loss_forward(
-            input, weight, batch.target, bias, tensors, function, names, parts, groups,
-            # Not of_logits: torch.compile of torch 2.10 traces no property of a named tuple.
-            options.temperature, options.ignore_index, options.softcap, options.accum_dtype, options.memory_budget,
-            self.uses_entropy, with_metrics, *needs_grad, options.logits_dtype, parameter is not None,
-        )  # fmt: skip
+            *(input, weight, batch.target, bias, tensors, function, names, parts, groups),
+            *(*head, options.memory_budget, *flags),
+        )
         # Gradients that have names here would be results of the graph at a graph break, and differentiated.
         loss, logprobs, entropy, argmax, *row_grads = results[:6]
         if parameter is not None:

@@ -9,7 +9,7 @@ sequence or more.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from typing_extensions import Unpack
 from .._core.op.arguments import COUNT, FINITE, FLAG, INTEGER, ITEMS, NOT_NEGATIVE, POSITIVE, TEXT, arguments
 from .._core.op.named_results import serialisable
 from ._batch import as_scalar, sigmoid, where_scalar
-from .base import FusedLinearLoss, LossOptions, check_choice
+from .base import FusedLinearLoss, check_choice
+from .results import LossOptions
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
@@ -83,6 +84,16 @@ class PolicyOptions(LossOptions, total=False):
     vespo_lambda_neg: float
 
 
+_RULES: dict[str, Any] = {
+    **dict.fromkeys(("beta", "epsilon", "epsilon_low", "epsilon_high"), NOT_NEGATIVE),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), NOT_NEGATIVE),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg", "delta"), POSITIVE),
+    **dict.fromkeys(("use_ref_model", "use_bias_correction_kl"), FLAG),
+    **dict.fromkeys(("loss_type", "importance_sampling_level"), TEXT),
+    **{"max_completion_length": COUNT, "entropy_coef": FINITE},
+}
+
+
 class FusedLinearGRPOLoss(FusedLinearLoss):
     """Group relative policy optimisation and its variants.
 
@@ -121,13 +132,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         >>> loss, metrics = loss_function(input, weight, target, advantages=advantages, mask=mask)
     """
 
-    @arguments(
-        beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
-        loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
-        sapo_temperature_neg=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG, entropy_coef=FINITE,
-        vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
-        vespo_lambda_neg=NOT_NEGATIVE, used_by=_USED_BY,
-    )  # fmt: skip
+    @arguments(used_by=_USED_BY, **_RULES)
     def __init__(
         self,
         *,
@@ -204,10 +209,18 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         return (ref - logprobs).expm1() - (ref - logprobs)
 
     def compute(
-        self, logprobs: Tensor, entropy: Tensor | None, *, weight: Tensor, mask: Tensor, advantages: Tensor,
-        old: Tensor | None = None, ref: Tensor | None = None, sampler_ratio: Tensor | None = None,
-        tokens: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logprobs,
+        entropy,
+        *,
+        weight,
+        mask,
+        advantages,
+        old=None,
+        ref=None,
+        sampler_ratio=None,
+        tokens=None,
+    ) -> Tensor:
         ratio = self._ratio(logprobs, logprobs.detach() if old is None else old, mask)
         if self.loss_type == "cispo":
             losses = -ratio.clamp(max=self.epsilon_high).detach() * advantages * logprobs
@@ -355,13 +368,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             "ref": self._per_token(batch, "ref_per_token_logps", ref_per_token_logps),
             "sampler_ratio": self._per_token_or_sequence(batch, "vllm_is_ratio", vllm_is_ratio),
         }
-        shared = {}
-        if self.uses_entropy:
-            shared["tokens"] = batch.lengths().sum().clamp_min(1)
-        result = self.run(
-            batch, weight, bias, given=given, shared=shared,
-            divisor=(lambda: weights.amax().reciprocal()) if batch.shape[0] else None,
-        )  # fmt: skip
+        shared = {"tokens": batch.lengths().sum().clamp_min(1) if self.uses_entropy else None}
+        divisor = (lambda: weights.amax().reciprocal()) if batch.shape[0] else None
+        result = self.run(batch, weight, bias, given=given, shared=shared, divisor=divisor)
         return result.loss, self._metrics(batch, result, advantages, old_per_token_logps, ref_per_token_logps)
 
     def _metrics(self, batch, result, advantages, old, ref):
@@ -413,10 +422,7 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
         ... )
     """
 
-    @arguments(
-        epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT,
-        used_by={"epsilon": _USED_BY["epsilon_high"]},
-    )  # fmt: skip
+    @arguments(used_by={"epsilon": _USED_BY["epsilon_high"]}, **_RULES)
     def __init__(
         self,
         *,

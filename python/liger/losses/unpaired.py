@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 from .._core.op.arguments import DIVISOR, FLAG, INTEGER, NOT_NEGATIVE, NUMBER_OR_TENSOR, TEXT, arguments
 from .._core.op.named_results import serialisable
 from ._batch import as_scalar, sequence_scores, sigmoid, where_scalar
-from .base import NAMES_OF_HEAD, FusedLinearLoss, LossOptions, check_choice
+from .base import NAMES_OF_HEAD, FusedLinearLoss, check_choice
+from .results import LossOptions
 
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
@@ -46,6 +47,9 @@ class KTOMetrics(NamedTuple):
     argmax: Tensor | None = None
 
 
+_FACTORS: dict[str, Any] = dict.fromkeys(("beta", "desirable_weight", "undesirable_weight"), NOT_NEGATIVE)
+
+
 class FusedLinearKTOLoss(FusedLinearLoss):
     """Kahneman-Tversky optimisation: a mean over sequences. A sequence without valid tokens adds 0 to the
     sum.
@@ -72,10 +76,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
 
     unit = "sequence"
 
-    @arguments(
-        beta=NOT_NEGATIVE, use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT,
-        desirable_weight=NOT_NEGATIVE, undesirable_weight=NOT_NEGATIVE,
-    )  # fmt: skip
+    @arguments(use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT, **_FACTORS)
     def __init__(
         self,
         *,
@@ -92,10 +93,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
-    def compute(
-        self, logprobs: Tensor, entropy: Tensor | None, *, mask: Tensor, ref_logps: Tensor, desirable: Tensor,
-        kl: Tensor, sequences: Tensor,
-    ) -> Tensor:  # fmt: skip
+    def compute(self, logprobs, entropy, *, mask, ref_logps, desirable, kl, sequences) -> Tensor:
         lengths = mask.sum(-1)
         ratio = sequence_scores(logprobs * mask, lengths, self.average_log_prob) - ref_logps - kl
         losses = sigmoid(where_scalar(desirable, -self.beta, self.beta, ratio) * ratio)
@@ -152,19 +150,19 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         batch.check("preference_labels", preference_labels, batch.shape[:1])
         desirable = preference_labels != 0
+        reference = ref_input, ref_weight, ref_bias, ref_logps
         ref_logps = self.reference_scores(
-            batch, weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
-            self.average_log_prob,
-        )  # fmt: skip
+            batch, weight, *reference, self.use_ref_model, self.average_log_prob
+        )
         sequences = max(batch.shape[0], 1) if denominator is None else denominator
         sequences = as_scalar("denominator", sequences, batch)
         if kl is None or self.loss_type == "apo_zero_unpaired":
             kl = 0.0
+        given = {"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable}
+        shared = {"kl": as_scalar("kl", kl, batch), "sequences": sequences}
         loss, logprobs, _, tokens = self.run(
-            batch, weight, bias,
-            given={"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable},
-            shared={"kl": as_scalar("kl", kl, batch), "sequences": sequences}, divisor=lambda: sequences,
-        )  # fmt: skip
+            batch, weight, bias, given=given, shared=shared, divisor=lambda: sequences
+        )
         scores = sequence_scores(logprobs, batch.lengths(), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
         chosen, rejected = (

@@ -8,8 +8,9 @@ import math
 import torch
 from torch import nn
 
-from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FLAG, POSITIVE, arguments, choice
+from .._core.op.arguments import MODULE, arguments
 from .._core.op.types import Device, ExpertActivation
+from ..ops.grouped_experts.arguments import OPTIONS
 from ..ops.grouped_experts.op import grouped_experts
 
 
@@ -46,11 +47,7 @@ class GroupedExperts(nn.Module):
     Sources: as :func:`liger.grouped_experts`.
     """
 
-    @arguments(
-        num_experts=COUNT, hidden_size=COUNT, intermediate_size=COUNT, bias=FLAG, activation=choice(ExpertActivation),
-        is_transposed=FLAG, is_interleaved=FLAG, alpha=POSITIVE, limit=POSITIVE, recompute=FLAG, device=ANYTHING,
-        dtype=DTYPE,
-    )  # fmt: skip
+    @arguments(**MODULE, **OPTIONS)
     def __init__(
         self,
         num_experts: int,
@@ -99,21 +96,9 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return grouped_experts(
-            x,
-            top_k_index,
-            top_k_weights,
-            self.gate_up_proj,
-            self.down_proj,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            self.activation,
-            self.is_transposed,
-            self.is_interleaved,
-            self.alpha,
-            self.limit,
-            self.recompute,
-        )
+        parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return grouped_experts(x, top_k_index, top_k_weights, *parameters, **options)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}"

@@ -155,10 +155,10 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         softcap: float | None = None,
         inplace: bool = False,
     ) -> None:
+        shards = group, vocab_start, vocab_size
         super().__init__(
-            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, group, vocab_start,
-            vocab_size, softcap,
-        )  # fmt: skip
+            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, *shards, softcap
+        )
         check(type(self).__name__, "inplace", inplace, FLAG)
         self.inplace = inplace
 
@@ -235,10 +235,10 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         softcap: float | None = None,
         accumulate_grad_weight: bool = False,
     ) -> None:
+        shards = group, vocab_start, vocab_size
         super().__init__(
-            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, group, vocab_start,
-            vocab_size, softcap,
-        )  # fmt: skip
+            weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, *shards, softcap
+        )
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
         check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True)
         check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)

@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from .._core.math.dtypes import accumulate_dtype
-from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, arguments, choice
+from .._core.op.arguments import MODULE, NORM, arguments, choice
 from .._core.op.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.group_norm import group_norm
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_gated import rms_norm_gated
+
+_RULES: dict[str, Any] = {
+    **NORM,
+    **MODULE,
+    "activation": choice(GateActivation),
+    "casting_mode": choice(CastingMode),
+}
 
 
 def _sizes(normalized_shape: Sizes) -> tuple[int, ...]:
@@ -65,10 +73,7 @@ class RMSNorm(nn.Module):
 
     weight: nn.Parameter | None
 
-    @arguments(
-        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
-        casting_mode=choice(CastingMode), device=ANYTHING, dtype=DTYPE,
-    )  # fmt: skip
+    @arguments(**_RULES)
     def __init__(
         self,
         normalized_shape: Sizes,
@@ -146,11 +151,7 @@ class RMSNormGated(nn.Module):
     Source: as :func:`liger.rms_norm_gated`.
     """
 
-    @arguments(
-        hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG,
-        activation=choice(GateActivation), offset=FINITE, casting_mode=choice(CastingMode), device=ANYTHING,
-        dtype=DTYPE,
-    )  # fmt: skip
+    @arguments(**_RULES)
     def __init__(
         self,
         hidden_size: int,
@@ -180,10 +181,8 @@ class RMSNormGated(nn.Module):
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return rms_norm_gated(
-            x, gate, self.weight, self.eps, self.offset, self.casting_mode, self.group_size, self.norm_before_gate,
-            self.activation,
-        )  # fmt: skip
+        gating = self.group_size, self.norm_before_gate, self.activation
+        return rms_norm_gated(x, gate, self.weight, self.eps, self.offset, self.casting_mode, *gating)
 
     def extra_repr(self) -> str:
         return (
@@ -225,10 +224,7 @@ class LayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    @arguments(
-        normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
-        dtype=DTYPE,
-    )  # fmt: skip
+    @arguments(**_RULES)
     def __init__(
         self,
         normalized_shape: Sizes,
@@ -304,9 +300,7 @@ class GroupNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    @arguments(
-        num_groups=COUNT, num_channels=COUNT, eps=NOT_NEGATIVE, affine=FLAG, device=ANYTHING, dtype=DTYPE
-    )
+    @arguments(**_RULES)
     def __init__(
         self,
         num_groups: int,

@@ -18,8 +18,9 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
-from .._core.op.arguments import COUNT, FINITE, FLAG, NOT_NEGATIVE, TEXT, arguments, check
+from .._core.op.arguments import FLAG, NORM, arguments, check
 from .._core.op.backend import register_family
+from .._core.op.by_name import by_name
 from .._core.op.declared import derive
 from .._core.op.types import CastingMode, GateActivation
 
@@ -63,10 +64,9 @@ def _scaled(xhat, x, weight, offset, casting_mode):
 # --- torch backend ------------------------------------------------------------------------------------------
 
 
-def rms_norm_gated_torch(
-    x, gate, weight, eps=1e-6, offset=0.0, casting_mode="llama", group_size=None, norm_before_gate=True,
-    activation="silu",
-):  # fmt: skip
+@by_name(torch.ops.liger.rms_norm_gated.default)
+def rms_norm_gated_torch(given):
+    x, gate, weight, eps, offset, casting_mode, group_size, norm_before_gate, activation = given
     a, _ = _activate(gate, casting_mode, activation)
     h = _norm_input(x, a, casting_mode, norm_before_gate)
     rows = _grouped(h, group_size)
@@ -79,11 +79,12 @@ def rms_norm_gated_torch(
     return laid_out_like(x, y.to(x.dtype)), rstd.squeeze(-1).contiguous()
 
 
-def rms_norm_gated_backward_torch(
-    grad_y, x, gate, weight, rstd, offset, casting_mode, group_size, norm_before_gate, activation,
-    need_grad_x, need_grad_gate, need_grad_weight,
-):  # fmt: skip
+@by_name(torch.ops.liger.rms_norm_gated_backward.default)
+def rms_norm_gated_backward_torch(given):
     """The derivative of the roundings in the forward is taken as 1."""
+    grad_y, x, gate, weight, rstd, *options = given[:10]
+    offset, casting_mode, group_size, norm_before_gate, activation = options
+    need_grad_x, need_grad_gate, need_grad_weight = given.needs_grad
     wide = accumulate_dtype(x.dtype)
     a, derivative = _activate(gate, casting_mode, activation)
     h = _norm_input(x, a, casting_mode, norm_before_gate)
@@ -127,10 +128,7 @@ _rms_norm_gated = derive("rms_norm_gated")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(
-    late=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT, group_size=COUNT, norm_before_gate=FLAG,
-    activation=TEXT,
-)  # fmt: skip
+@arguments(late=True, **NORM)
 def rms_norm_gated(
     x: torch.Tensor,
     gate: torch.Tensor,

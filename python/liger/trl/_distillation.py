@@ -12,9 +12,9 @@ from ._head import FusedHead
 
 # Keys of vision inputs in the batch of a DistillationTrainer.
 _IMAGE_KEYS = (
-    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
-    "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes"),
+    *("token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
 
 
 def adapt_gkd(trainer):
@@ -88,13 +88,13 @@ def _divergence(trainer, temperature=1.0, scores=()):
 
             def with_teacher(teacher_hidden, teacher_weight, teacher_bias, _):
                 with torch.enable_grad():
+                    parameters = (t if t is None else t.detach() for t in (teacher_weight, teacher_bias))
+                    of_teacher = dict(zip(("teacher_weight", "teacher_bias"), parameters, strict=True))
+                    options = {"beta": trainer.beta, "temperature": transform.temperature}
+                    options["denominator"] = token_count(target, num_items_in_batch)
                     loss = fused_linear_jsd(
-                        hidden, weight, target, bias, teacher_input=teacher_hidden,
-                        teacher_weight=teacher_weight.detach(),
-                        teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
-                        denominator=token_count(target, num_items_in_batch), beta=trainer.beta,
-                        temperature=transform.temperature,
-                    )  # fmt: skip
+                        hidden, weight, target, bias, teacher_input=teacher_hidden, **of_teacher, **options
+                    )
                 losses.append(loss)
                 # Backward hooks of the teacher must not run.
                 return loss.detach(), TokenMetrics()

@@ -114,10 +114,8 @@ class FusedHead:
         forward.liger_trainer_loss = True  # read by patch_report
         model.forward = types.MethodType(forward, model)
 
-    def run(
-        self, model, *args, labels=None, shift_labels=None, num_items_in_batch=None, liger_loss=None,
-        liger_keep=None, **kwargs,
-    ):  # fmt: skip
+    def run(self, model, *args, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+        liger_loss, liger_keep = (kwargs.pop(name, None) for name in ("liger_loss", "liger_keep"))
         config = model.config.get_text_config()
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):

@@ -27,10 +27,9 @@ def adapt_online_dpo(trainer):
         names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
         images = {name: vision_inputs[name] for name in names if name in (vision_inputs or {})}
         # Padding is also scored: the trainer's KL divergence and entropy cover it.
-        output = model(
-            ids, attention_mask=torch.cat((prompt_mask, completion_mask), 1), labels=ids, fused_lm_head=True,
-            liger_keep=length, **images,
-        )  # fmt: skip
+        mask = torch.cat((prompt_mask, completion_mask), 1)
+        call = {"labels": ids, "fused_lm_head": True, "liger_keep": length}
+        output = model(ids, attention_mask=mask, **call, **images)
         return output.log_probs
 
     replace(trainer, "_forward", forward)

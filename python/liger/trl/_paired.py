@@ -22,10 +22,9 @@ def adapt_orpo(trainer):
 def adapt_cpo(trainer):
     head = _add_head(trainer)
     average, simpo = trainer.loss_type in ("ipo", "simpo"), trainer.loss_type == "simpo"
-    options = {
-        "beta": trainer.beta, "alpha": trainer.cpo_alpha, "compute_nll_loss": trainer.cpo_alpha != 0,
-        "label_smoothing": trainer.label_smoothing, **head.transform._asdict(),
-    }  # fmt: skip
+    with_nll = trainer.cpo_alpha != 0
+    options = {"beta": trainer.beta, "alpha": trainer.cpo_alpha, "compute_nll_loss": with_nll}
+    options |= {"label_smoothing": trainer.label_smoothing, **head.transform._asdict()}
     reason = loss_of = None
     if trainer.alpha != 0.0:
         reason = f"alpha={trainer.alpha} (AlphaPO)"
@@ -34,9 +33,8 @@ def adapt_cpo(trainer):
     else:
         options |= {"loss_type": trainer.loss_type, "average_log_prob": average}
         loss_of = LossWithTokenMetrics(FusedLinearCPOLoss, **options)
-    batch_options = {
-        "average": average, "with_nll": trainer.cpo_alpha != 0, "nll_of_prompts": False, "positions": slice(None),
-    }  # fmt: skip
+    batch_options = {"average": average, "with_nll": with_nll}
+    batch_options |= {"nll_of_prompts": False, "positions": slice(None)}
     return _adapt(trainer, CPOTrainer, loss_of, trainer.pad_token_id, **batch_options) or reason
 
 

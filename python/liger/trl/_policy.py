@@ -10,6 +10,19 @@ from ._adapter import KeywordProxy, LossProxy, LossWithTokenMetrics, add_heads, 
 
 # Loss types that are divided by the global number of tokens.
 _GLOBAL_TOKEN_MEAN = ("cispo", "dapo", "vespo")
+# Options of the loss with the names that TRL gives them.
+_OF_TRAINER = [
+    "loss_type",
+    "beta",
+    "epsilon_low",
+    "epsilon_high",
+    "max_completion_length",
+    "importance_sampling_level",
+]
+_OF_ARGUMENTS = (
+    *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 
 
 def _skip_prompts(trainer):
@@ -33,15 +46,9 @@ def adapt_grpo(trainer):
     reason = _why_not_grpo(trainer)
     if reason is not None:
         return reason
-    loss_of = LossWithTokenMetrics(
-        FusedLinearGRPOLoss, loss_type=trainer.loss_type, beta=trainer.beta, epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high, max_completion_length=trainer.max_completion_length,
-        importance_sampling_level=trainer.importance_sampling_level, delta=args.delta,
-        sapo_temperature_pos=args.sapo_temperature_pos, sapo_temperature_neg=args.sapo_temperature_neg,
-        use_bias_correction_kl=args.use_bias_correction_kl, vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos, vespo_k_neg=args.vespo_k_neg, vespo_lambda_neg=args.vespo_lambda_neg,
-        **head.transform._asdict(),
-    )  # fmt: skip
+    options = {name: getattr(trainer, name) for name in _OF_TRAINER}
+    options |= {name: getattr(args, name) for name in _OF_ARGUMENTS}
+    loss_of = LossWithTokenMetrics(FusedLinearGRPOLoss, **options, **head.transform._asdict())
 
     def compute_loss(original, model, inputs):
         mask = inputs["completion_mask"]

@@ -75,11 +75,10 @@ class _WeightedLosses(FusedLinearLoss):
 
     @staticmethod
     def _loss(trainer, kind):
-        return FusedLinearDPOLoss(
-            loss_type=kind, beta=trainer.beta, discopop_tau=trainer.args.discopop_tau,
-            # TRL applies label smoothing to these loss types only.
-            label_smoothing=trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0,
-        )  # fmt: skip
+        # TRL applies label smoothing to these loss types only.
+        smoothing = trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0
+        options = {"beta": trainer.beta, "discopop_tau": trainer.args.discopop_tau}
+        return FusedLinearDPOLoss(loss_type=kind, label_smoothing=smoothing, **options)
 
     def compute(self, logprobs, entropy, *, ref_logps, lengths, pairs, tokens):
         ratios = logprobs.sum(-1) - ref_logps
@@ -96,11 +95,9 @@ class _WeightedLosses(FusedLinearLoss):
         batch = self.batch(input, target)
         half = batch.shape[0] // 2
         pairs = as_scalar("pairs", max(half, 1), batch)
-        result = self.run(
-            batch, weight, bias,
-            given={"ref_logps": batch.upcast(ref_logps), "lengths": lengths.clamp_min(1)},
-            shared={"pairs": pairs, "tokens": batch.valid[:half].sum().clamp_min(1)}, divisor=lambda: pairs,
-        )  # fmt: skip
+        given = {"ref_logps": batch.upcast(ref_logps), "lengths": lengths.clamp_min(1)}
+        shared = {"pairs": pairs, "tokens": batch.valid[:half].sum().clamp_min(1)}
+        result = self.run(batch, weight, bias, given=given, shared=shared, divisor=lambda: pairs)
         return result.loss, result.tokens
 
 
@@ -127,11 +124,9 @@ def adapt_kto(trainer):
     reason = _why_not_kto(trainer)
     if reason is not None:
         return reason
-    loss_of = LossWithTokenMetrics(
-        FusedLinearKTOLoss, loss_type=trainer.loss_type, beta=trainer.beta,
-        desirable_weight=trainer.desirable_weight, undesirable_weight=trainer.undesirable_weight,
-        **head.transform._asdict(),
-    )  # fmt: skip
+    names = "loss_type", "beta", "desirable_weight", "undesirable_weight"
+    options = {name: getattr(trainer, name) for name in names}
+    loss_of = LossWithTokenMetrics(FusedLinearKTOLoss, **options, **head.transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs):
         device = trainer.accelerator.device
@@ -148,10 +143,9 @@ def adapt_kto(trainer):
             kl = trainer.accelerator.gather_for_metrics(kl).mean().clamp(min=0)
 
         def function(hidden, weight, bias, target):
-            return loss_of(
-                hidden, weight, target, bias, preference_labels=inputs["label"].to(hidden.device), kl=kl,
-                ref_logps=inputs["ref_logps"].to(hidden.device),
-            )  # fmt: skip
+            labels, ref_logps = (inputs[name].to(hidden.device) for name in ("label", "ref_logps"))
+            rows = {"preference_labels": labels, "ref_logps": ref_logps, "kl": kl}
+            return loss_of(hidden, weight, target, bias, **rows)
 
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True, _compute_kl_logps=lambda *_: mismatched):

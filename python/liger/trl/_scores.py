@@ -31,10 +31,11 @@ def score(hidden, weight, bias, target, transform, names):
     Log-probabilities and entropies are differentiable.
     """
     metrics = {"entropy": "entropy", "is_top1": "argmax", "log_sum_sq_probs": "log_sum_sq_probs"}
+    wanted = [metrics[name] for name in metrics if name in names]
+    options = {"softcap": transform.softcap, "temperature": transform.temperature}
     result = fused_linear_logprobs(
-        hidden, weight, target, bias, metrics=[metrics[name] for name in metrics if name in names],
-        logits_dtype=transform.logits_dtype, softcap=transform.softcap, temperature=transform.temperature,
-    )  # fmt: skip
+        hidden, weight, target, bias, metrics=wanted, logits_dtype=transform.logits_dtype, **options
+    )
     if isinstance(result, torch.Tensor):
         scores = Scores(None, result)
     else:

@@ -57,10 +57,9 @@ def adapt_sft(trainer):
 
 
 def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
-    result = fused_linear_ce(
-        hidden, weight, target, bias, denominator=tokens, softcap=softcap,
-        metrics=("logprobs", "entropy", "argmax"),
-    )  # fmt: skip
+    options = {"denominator": tokens, "softcap": softcap}
+    metrics = ("logprobs", "entropy", "argmax")
+    result = fused_linear_ce(hidden, weight, target, bias, metrics=metrics, **options)
     return result.loss, TokenMetrics(result.logprobs, result.entropy, result.argmax)
 
 

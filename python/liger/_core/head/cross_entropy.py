@@ -79,17 +79,14 @@ class CEOptions(NamedTuple):
 
     def check(self, op, logits, target):
         """Raises RuntimeError if they do not fit logits (N, V) and target (N,)."""
-        torch.ops.liger.check_cross_entropy(
-            op, logits, target, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
-            self.softcap, self.reduction,
-        )  # fmt: skip
+        shared = self.ce_weight, self.token_weight, self.denominator, self.label_smoothing, self.softcap
+        torch.ops.liger.check_cross_entropy(op, logits, target, *shared, self.reduction)
 
-    def check_linear(self, input, weight, target, bias, op="fused_linear_ce"):
+    def check_linear(self, input, weight, target, bias, op="fused_linear_ce", logits_dtype=None):
         """Raises RuntimeError if they do not fit input (N, H), weight (V, H) and target (N,)."""
-        torch.ops.liger.check_fused_linear_ce(
-            input, weight, target, bias, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
-            self.softcap, self.reduction, self.accum_dtype, self.memory_budget, op,
-        )  # fmt: skip
+        shared = self.ce_weight, self.token_weight, self.denominator, self.label_smoothing, self.softcap
+        linear = self.reduction, self.accum_dtype, self.memory_budget, op, logits_dtype
+        torch.ops.liger.check_fused_linear_ce(input, weight, target, bias, *shared, *linear)
 
 
 class Metrics(NamedTuple):
@@ -201,9 +198,8 @@ def at_original_rows(results, metrics, reduction, index, rows):
     """Scatters the results of :meth:`RowResults.reduced` for the rows ``index`` (int64) to all ``rows`` rows;
     the other rows get the values of ignored rows."""
     per_row = reduction == "none"
-    has_rows = (
-        per_row, per_row and metrics.z_loss, False, metrics.argmax, metrics.logprobs, metrics.entropy,
-    )  # fmt: skip
+    whole = per_row, per_row and metrics.z_loss, False
+    has_rows = *whole, metrics.argmax, metrics.logprobs, metrics.entropy
 
     def scattered(values):
         ignored = -1 if values.dtype == torch.int64 else 0

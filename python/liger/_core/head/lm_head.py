@@ -19,6 +19,7 @@ from ..math.matmul import product, without_ignored, write_linear
 from ..op.arguments import POSITIVE, check
 from ..op.backend import FAMILIES
 from ..op.by_name import options_among
+from .cross_entropy import CEOptions, Metrics
 from .sm90_plan import LinearBackwardPlan
 
 
@@ -70,10 +71,13 @@ class HeadOptions(NamedTuple):
         range."""
         check(op, "temperature", self.temperature, POSITIVE)
         # The check of fused_linear_ce has the same conditions.
-        torch.ops.liger.check_fused_linear_ce(
-            input, weight, target, bias, None, None, None, 0.0, self.softcap, "sum", self.accum_dtype,
-            self.memory_budget, op, self.logits_dtype,
-        )  # fmt: skip
+        options = CEOptions(
+            softcap=self.softcap,
+            reduction="sum",
+            accum_dtype=self.accum_dtype,
+            memory_budget=self.memory_budget,
+        )
+        options.check_linear(input, weight, target, bias, op, self.logits_dtype)
 
 
 class LMHead(NamedTuple):
@@ -102,10 +106,11 @@ class LMHead(NamedTuple):
 
     def statistics(self, logits, target, entropy=False, argmax=False):
         """The :class:`RowStatistics` of a chunk of logits."""
+        options = CEOptions(ignore_index=self.ignore_index, softcap=self._cap, reduction="none")
+        metrics = Metrics(argmax=argmax, logprobs=True, entropy=entropy)
         _, _, _, predicted, logprobs, entropies, stats, _, _ = torch.ops.liger.cross_entropy_forward.default(
-            logits, target, None, None, None, self.ignore_index, 0.0, 0.0, self._cap, "none",
-            False, False, argmax, True, entropy, False,
-        )  # fmt: skip
+            logits, target, *options.of_logits, *metrics, False
+        )
         return RowStatistics(logprobs, entropies, predicted, stats)
 
     def metrics(self, logits, target, log_sum_sq_probs, mean_logits):
@@ -133,19 +138,8 @@ class LMHead(NamedTuple):
             # log p = (z - largest) - log(total)
             coef_exp = torch.addcmul(neg_grad, coef_log, rows.entropy - total.log())
             coef_log = coef_log / total
-        torch.ops.liger.cross_entropy_stats_backward_.default(
-            logits,
-            target,
-            largest,
-            coef_exp / total,
-            neg_grad,
-            None,
-            None,
-            vocab_start,
-            self.ignore_index,
-            self._cap,
-            coef_log,
-        )
+        rules = coef_exp / total, neg_grad, None, None, vocab_start, self.ignore_index, self._cap, coef_log
+        torch.ops.liger.cross_entropy_stats_backward_.default(logits, target, largest, *rules)
 
 
 class LMHeadGradients:
@@ -291,11 +285,10 @@ class Sm90LMHeadGradients(LMHeadGradients):
         if workspace is None or (first and plan.first_rows > plan.chunk_rows):
             size = plan.first_workspace_bytes if first else plan.workspace_bytes
             workspace = x.new_empty(size, dtype=torch.uint8)
-        torch.ops.liger_sm90.linear_backward.default(
-            dlogits, self._valid_rows(x, ignored, grad_x), self._dense_weight,
-            plan.first_k_splits if first else plan.k_splits, first, self.chunks_added == self._chunks, self.weight,
-            self._scale_exponents, workspace, grad_x if need_input else self.input,
-        )  # fmt: skip
+        operands = dlogits, self._valid_rows(x, ignored, grad_x), self._dense_weight
+        k_splits, last = plan.first_k_splits if first else plan.k_splits, self.chunks_added == self._chunks
+        sums = self.weight, self._scale_exponents, workspace, grad_x if need_input else self.input
+        torch.ops.liger_sm90.linear_backward.default(*operands, k_splits, first, last, *sums)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 

@@ -14,7 +14,7 @@ import torch
 from ..math.dtypes import accumulate_dtype
 from ..math.float32_matmul import float32_product
 from ..math.matmul import product, without_ignored, write_linear
-from ..op.arguments import check_device, check_floating, check_shape, wrong_shape
+from ..op.tensors import check_device, check_floating, check_shape, wrong_shape
 
 
 def check_factors(op, names, input, weight, lora_a, lora_b):

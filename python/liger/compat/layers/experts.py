@@ -47,11 +47,9 @@ class LigerExperts(GroupedExperts):
     ) -> torch.Tensor:
         """Hidden states (..., H), experts and routing weights (..., K), each with the same number of
         tokens."""
-        choices = top_k_index.shape[-1]
-        y = _apply_fused_moe(
-            hidden_states.reshape(-1, hidden_states.shape[-1]), self.gate_up_proj, self.down_proj,
-            top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices),
-        )  # fmt: skip
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        choices = (t.reshape(-1, top_k_index.shape[-1]) for t in (top_k_index, top_k_weights))
+        y = _apply_fused_moe(rows, self.gate_up_proj, self.down_proj, *choices)
         # Also under autocast, the result has the dtype of the hidden states.
         return y.view(hidden_states.shape).to(hidden_states.dtype)
 

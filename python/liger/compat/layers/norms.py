@@ -10,6 +10,7 @@ from torch import nn
 
 from ...nn.activation import ReLUSquared, Softmax
 from ...nn.norm import GroupNorm
+from ..parameters import takes
 from .rows import _apply_fused_add_rms_norm, _apply_rms_norm, liger_group_norm, liger_layer_norm
 
 
@@ -24,10 +25,13 @@ class LigerRMSNorm(nn.Module):
 
     weight: nn.Parameter | None
 
+    @takes(
+        "self, hidden_size, eps=1e-6, offset=0.0, casting_mode='llama', init_fn='ones', in_place=True, row_mode=None, "
+        "elementwise_affine=True"
+    )
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
+        self, hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode, elementwise_affine
+    ):
         super().__init__()
         self.elementwise_affine = elementwise_affine
         weight = _initial(self, init_fn, hidden_size)
@@ -50,11 +54,12 @@ class LigerRMSNorm(nn.Module):
 def _variant(name: str, offset: float, casting_mode: str, init_fn: str, in_place: bool = False) -> Any:
     """A subclass with other defaults, in the same order."""
 
-    def __init__(
-        self, hidden_size, eps=1e-6, offset=offset, casting_mode=casting_mode, init_fn=init_fn, in_place=in_place,
-        row_mode=None,
-    ):  # fmt: skip
-        LigerRMSNorm.__init__(self, hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    @takes(
+        f"self, hidden_size, eps=1e-6, offset={offset}, casting_mode='{casting_mode}', init_fn='{init_fn}', "
+        f"in_place={in_place}, row_mode=None"
+    )
+    def __init__(self, **options):
+        LigerRMSNorm.__init__(self, **options)
 
     return type(name, (LigerRMSNorm,), {"__init__": __init__, "__module__": __name__})
 
@@ -73,10 +78,7 @@ LigerRMSNormForGlm4 = _variant("LigerRMSNormForGlm4", *_LLAMA)
 class LigerRMSNormForGemma3(LigerRMSNorm):
     """:class:`LigerRMSNorm` with the defaults of Gemma, whose size is called ``dim``."""
 
-    def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
-        in_place: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
@@ -84,9 +86,15 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     """:class:`LigerRMSNorm` with an optional weight: ``with_scale=False`` has none."""
 
     def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
-        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        dim=None,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="gemma",
+        init_fn="ones",
+        in_place=False,
+        with_scale=True,
+    ):
         if with_scale and dim is None:
             raise ValueError(f"{type(self).__name__}: no dim, expected one for a norm with a weight")
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, None, with_scale)
@@ -102,9 +110,8 @@ class LigerFusedAddRMSNorm(nn.Module):
     """Residual addition and norm, :func:`liger.fused_add_rms_norm`: (normalised sum, sum)."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = False,
-    ) -> None:  # fmt: skip
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False
+    ):
         super().__init__()
         self.weight = _initial(self, init_fn, hidden_size)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
@@ -122,10 +129,7 @@ class LigerLayerNorm(nn.Module):
     """Layer norm, :func:`liger.layer_norm`. There is always a bias, which starts at zero; ``bias`` has no
     effect."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
-        mode: str | None = None, backend: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _initial(self, init_fn, hidden_size)

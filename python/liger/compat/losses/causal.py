@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ...ops.fused_linear_ce.op import fused_linear_ce
+from ..parameters import takes
 from .cross_entropy import CrossEntropyOutput, liger_fused_linear_cross_entropy, metrics_named
 
 
@@ -30,53 +31,48 @@ def _fused_function():
     return getattr(module, "liger_fused_linear_cross_entropy", liger_fused_linear_cross_entropy)
 
 
+@takes(
+    "hidden_states, lm_head_weight, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None, "
+    "accum_dtype=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs"
+)
 def fixed_fused_linear_cross_entropy(
-    hidden_states, lm_head_weight, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None,
-    accum_dtype=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs,
-):  # fmt: skip
+    hidden_states, lm_head_weight, target, num_items_in_batch, final_logit_softcapping, **kwargs
+):
     """The mean loss, or with ``num_items_in_batch`` the sum over that number.
 
     Returns:
         The loss, or with a metric a :class:`CrossEntropyOutput`.
     """
-    options = {
-        "ignore_index": ignore_index,
-        "softcap": final_logit_softcapping,
-        "accum_dtype": accum_dtype,
-    }
-    requested = {
-        "return_token_accuracy": return_token_accuracy,
-        "return_predicted_tokens": return_predicted_tokens,
-    }
+    options = {name: kwargs.pop(name) for name in ("ignore_index", "accum_dtype")}
+    options["softcap"] = final_logit_softcapping
+    requested = {name: kwargs.pop(name) for name in ("return_token_accuracy", "return_predicted_tokens")}
     function = _fused_function()
     if function is liger_fused_linear_cross_entropy and not kwargs and num_items_in_batch is not None:
         # The op divides the gradients of each chunk; a division of its result would rescale them all
         # afterwards.
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden_states.device)
-        result = fused_linear_ce(
-            hidden_states, lm_head_weight, target, denominator=num_items_in_batch, metrics=metrics_named(**requested),
-            **options,
-        )  # fmt: skip
+        options |= {"denominator": num_items_in_batch, "metrics": metrics_named(**requested)}
+        result = fused_linear_ce(hidden_states, lm_head_weight, target, **options)
         if isinstance(result, torch.Tensor):
             return result
         return CrossEntropyOutput(result.loss, None, result.token_accuracy, result.argmax)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    result = function(
-        hidden_states, lm_head_weight, target, reduction=reduction, **options, **requested, **kwargs
-    )
+    options |= requested | {"reduction": "mean" if num_items_in_batch is None else "sum"}
+    result = function(hidden_states, lm_head_weight, target, **options, **kwargs)
     loss, _, token_accuracy, predicted_tokens = unpack_cross_entropy_result(result)
     if num_items_in_batch is not None:
         loss = loss / num_items_in_batch
-    if not (return_token_accuracy or return_predicted_tokens):
+    if not any(requested.values()):
         return loss
     return CrossEntropyOutput(loss, None, token_accuracy, predicted_tokens)
 
 
-def LigerForCausalLMLoss(
-    hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
-    final_logit_softcapping=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs,
-):  # fmt: skip
+@takes(
+    "hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None, ignore_index=-100, "
+    "shift_labels=None, final_logit_softcapping=None, return_token_accuracy=False, return_predicted_tokens=False, "
+    "**kwargs"
+)
+def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, shift_labels, **options):
     """The loss of next tokens from hidden states (..., hidden_size), without materialised logits.
 
     Args:
@@ -87,15 +83,13 @@ def LigerForCausalLMLoss(
     Returns:
         The loss, or with a metric a :class:`CrossEntropyOutput`.
     """
-    known = inspect.signature(liger_fused_linear_cross_entropy).parameters
-    kwargs = {name: value for name, value in kwargs.items() if name in known}
+    functions = liger_fused_linear_cross_entropy, fixed_fused_linear_cross_entropy
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    options = {name: value for name, value in options.items() if name in known}
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return fixed_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_size), lm_head_weight, shift_labels.reshape(-1).to(hidden_states.device),
-        num_items_in_batch, ignore_index, final_logit_softcapping, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **kwargs,
-    )  # fmt: skip
+        shift_labels = nn.functional.pad(labels, (0, 1), value=options["ignore_index"])[..., 1:]
+    rows, target = hidden_states.reshape(-1, hidden_size), shift_labels.reshape(-1).to(hidden_states.device)
+    return fixed_fused_linear_cross_entropy(rows, lm_head_weight, target, **options)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from ...ops.cross_entropy.op import cross_entropy
 from ...ops.fused_linear_ce.op import fused_linear_ce
 from ...ops.fused_linear_logprobs.op import fused_linear_logprobs
 from ..function_class import function_class
+from ..parameters import OptionsModule, takes
 
 # liger_cross_entropy may be stored as torch.nn.functional.cross_entropy, which it calls for what liger's op
 # lacks.
@@ -73,83 +74,67 @@ def _four(op, *tensors, target, return_z_loss, return_token_accuracy, return_pre
     return loss, z_loss, accuracy, predicted if return_predicted_tokens else None
 
 
-def _packed(result, *requested):
-    """The loss alone, or with any metric requested a :class:`CrossEntropyOutput`."""
-    return CrossEntropyOutput(*result) if any(requested) else result[0]
+def _packed(function, *tensors, **options):
+    """The loss alone of a function of four, or with any metric requested a :class:`CrossEntropyOutput`."""
+    result = function(*tensors, **options)
+    requested = any(value for name, value in options.items() if name.startswith("return_"))
+    return CrossEntropyOutput(*result) if requested else result[0]
 
 
 # --- of logits ----------------------------------------------------------------------------------------------
 
 
-def _apply_cross_entropy(
-    _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
-):  # fmt: skip
+@takes(
+    "_input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', "
+    "softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False"
+)
+def _apply_cross_entropy(_input, target, weight, **options):
     """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not
     written.
 
     A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
     """
-    return _four(
-        cross_entropy, _input, target, target=target, ce_weight=weight, ignore_index=ignore_index,
-        lse_square_scale=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
-        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-    )  # fmt: skip
+    return _four(cross_entropy, _input, target, target=target, ce_weight=weight, **options)
 
 
 LigerCrossEntropyFunction = function_class("LigerCrossEntropyFunction", _apply_cross_entropy)
 
 
-def liger_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
-    return_predicted_tokens=False,
-):  # fmt: skip
+@takes(
+    "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
+    "label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False, "
+    "return_predicted_tokens=False"
+)
+def liger_cross_entropy(input, target, weight, size_average, reduce, **options):
     """:func:`liger.cross_entropy` with the signature of :func:`torch.nn.functional.cross_entropy`, and more
     options.
 
     torch computes what the op does not: class probabilities as targets, classes in another dimension than the
     last, and the deprecated arguments.
     """
-    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
-    others = size_average is not None or reduce is not None
-    if others or input.dim() != 2 or target.is_floating_point():
-        if any(requested) or lse_square_scale or softcap is not None:
-            raise ValueError(
-                f"liger_cross_entropy: input has shape {tuple(input.shape)} and target dtype {target.dtype}, expected "
-                "(rows, classes) and class indices with lse_square_scale, softcap or a metric"
-            )
-        return _torch_cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    if size_average is None and reduce is None and input.dim() == 2 and not target.is_floating_point():
+        return _packed(_apply_cross_entropy, input, target, weight, **options)
+    of_torch = {name: options.pop(name) for name in ("ignore_index", "reduction", "label_smoothing")}
+    # None, 0 or False, each without effect.
+    if options.pop("softcap") is not None or any(options.values()):
+        raise ValueError(
+            f"liger_cross_entropy: input has shape {tuple(input.shape)} and target dtype {target.dtype}, expected "
+            "(rows, classes) and class indices with lse_square_scale, softcap or a metric"
         )
-    result = _apply_cross_entropy(
-        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *requested
-    )
-    return _packed(result, *requested)
+    return _torch_cross_entropy(input, target, weight, size_average, reduce=reduce, **of_torch)
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(
+    OptionsModule,
+    of=liger_cross_entropy,
+    options="weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss "
+    "return_token_accuracy return_predicted_tokens",
+):
     """:func:`liger_cross_entropy` as a module; the arguments of the constructor are in the order of
     liger_kernel."""
 
-    def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.weight, self.ignore_index, self.reduction = weight, ignore_index, reduction
-        self.lse_square_scale, self.label_smoothing, self.softcap = lse_square_scale, label_smoothing, softcap
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
-
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
-        return liger_cross_entropy(
-            _input, target, self.weight, None, self.ignore_index, None, self.reduction, self.label_smoothing,
-            self.lse_square_scale, self.softcap, self.return_z_loss, self.return_token_accuracy,
-            self.return_predicted_tokens,
-        )  # fmt: skip
+        return self._call(_input, target)
 
 
 @torch.no_grad()
@@ -181,11 +166,17 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
 # --- of an lm_head ------------------------------------------------------------------------------------------
 
 
+_OF_HEAD = (
+    "weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, "
+    "reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, "
+    "return_token_accuracy=False, return_predicted_tokens=False"
+)
+
+
+@takes(f"_input, {_OF_HEAD}, ce_impl=None, ce_mode=None, chunk_mem_const=1")
 def _apply_fused_linear_cross_entropy(
-    _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, chunk_mem_const=1,
-):  # fmt: skip
+    _input, weight, target, bias, use_token_scaling, ce_impl, ce_mode, chunk_mem_const, **options
+):
     """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.fused_linear_ce`.
 
     ``use_token_scaling`` multiplies the loss of each row by the probability of its target, without gradient.
@@ -196,15 +187,10 @@ def _apply_fused_linear_cross_entropy(
     token_weight = None
     if use_token_scaling:
         with torch.no_grad():
-            token_weight = fused_linear_logprobs(
-                _input, weight, target, bias, ignore_index=ignore_index, softcap=softcap
-            ).exp()
-    return _four(
-        fused_linear_ce, _input, weight, target, bias, target=target, ce_weight=ce_weight, token_weight=token_weight,
-        ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
-        reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
-    )  # fmt: skip
+            same = {name: options[name] for name in ("ignore_index", "softcap")}
+            token_weight = fused_linear_logprobs(_input, weight, target, bias, **same).exp()
+    tensors = _input, weight, target, bias
+    return _four(fused_linear_ce, *tensors, target=target, token_weight=token_weight, **options)
 
 
 LigerFusedLinearCrossEntropyFunction = function_class(
@@ -212,51 +198,27 @@ LigerFusedLinearCrossEntropyFunction = function_class(
 )
 
 
-def liger_fused_linear_cross_entropy(
-    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1,
-):  # fmt: skip
+@takes(f"input, {_OF_HEAD}, chunk_mem_const=1")
+def liger_fused_linear_cross_entropy(input, chunk_mem_const, **options):
     """:func:`liger.fused_linear_ce`: the loss, or with any metric a :class:`CrossEntropyOutput`."""
-    result = _apply_fused_linear_cross_entropy(
-        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-        return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
-    )  # fmt: skip
-    return _packed(result, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    return _packed(_apply_fused_linear_cross_entropy, input, **options)
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(
+    OptionsModule,
+    of=liger_fused_linear_cross_entropy,
+    options="ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype "
+    "use_token_scaling return_token_accuracy return_predicted_tokens",
+):
     """:func:`liger_fused_linear_cross_entropy` as a module. ``forward`` takes the weight of the lm_head
     first."""
 
-    def __init__(
-        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ce_weight, self.ignore_index, self.reduction = ce_weight, ignore_index, reduction
-        self.lse_square_scale, self.label_smoothing, self.softcap = lse_square_scale, label_smoothing, softcap
-        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
-
-    def forward(
-        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor | CrossEntropyOutput:  # fmt: skip
-        return liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
-            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
-            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
-        )  # fmt: skip
+    def forward(self, lin_weight, _input, target, bias=None):
+        return self._call(_input, lin_weight, target, bias)
 
 
-def fused_linear_cross_entropy_forward(
-    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False,
-):  # fmt: skip
+@takes(f"_input, {_OF_HEAD}".replace(" bias=None, ce_weight=None", " ce_weight=None, bias=None"))
+def fused_linear_cross_entropy_forward(_input, weight, target, bias, reduction, **options):
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), for a scalar
     loss.
 
@@ -271,11 +233,8 @@ def fused_linear_cross_entropy_forward(
         None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (_input, weight, bias)
     ]
     with torch.enable_grad(), graph_of_its_own():
-        result = _apply_fused_linear_cross_entropy(
-            leaves[0], leaves[1], target, leaves[2], ce_weight, ignore_index, lse_square_scale, label_smoothing,
-            reduction, softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
-            return_predicted_tokens,
-        )  # fmt: skip
+        tensors = leaves[0], leaves[1], target, leaves[2]
+        result = _apply_fused_linear_cross_entropy(*tensors, reduction=reduction, **options)
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(result[0], wanted) if wanted else ())
     grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
@@ -289,10 +248,13 @@ def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, gr
     )
 
 
+@takes(
+    "_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False, "
+    "selected_token_ids=None"
+)
 def _apply_scaled_cross_entropy(
-    _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False,
-    selected_token_ids=None,
-):  # fmt: skip
+    _input, weight, target, temperature, ignore_index, m_tiles_per_cluster, return_entropy, selected_token_ids
+):
     """Negative log-likelihood of each row of ``_input`` (M, H), by :func:`liger.fused_linear_logprobs`.
 
     Returns:
@@ -325,8 +287,15 @@ LigerFusedLinearScaledCrossEntropyFunction = function_class(
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
-):  # fmt: skip
+    input,
+    weight,
+    target,
+    tp_group,
+    temperature=1.0,
+    ignore_index=-100,
+    tiles_per_reduce=1,
+    return_entropy=False,
+):
     """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.fused_linear_logprobs` with a
     group.
 
@@ -353,8 +322,15 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
 
 def _apply_scaled_cross_entropy_tp(
-    _input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
-):  # fmt: skip
+    _input,
+    weight,
+    target,
+    tp_group,
+    temperature=1.0,
+    ignore_index=-100,
+    tiles_per_reduce=1,
+    return_entropy=False,
+):
     return liger_fused_linear_scaled_cross_entropy_tp(
         _input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
     )
@@ -371,26 +347,18 @@ _FORMULAS: dict[str, Sequence[str]] = {
 }
 
 
-def _apply_vocab_parallel(
-    vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0, label_smoothing_formula="pytorch",
-    label_smoothing_mode="global", reduction="none",
-):  # fmt: skip
+@takes(
+    "vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0, "
+    "label_smoothing_formula='pytorch', label_smoothing_mode='global', reduction='none'"
+)
+def _apply_vocab_parallel(vocab_parallel_logits, target, tp_group, **options):
     """:func:`liger.cross_entropy` of logits (..., classes of this process), in the shape of target."""
-    given: dict[str, Any] = {
-        "label_smoothing_formula": label_smoothing_formula,
-        "label_smoothing_mode": label_smoothing_mode,
-        "reduction": reduction,
-    }
-    for name, value in given.items():
-        if value not in _FORMULAS[name]:
+    for name, expected in _FORMULAS.items():
+        if options[name] not in expected:
             raise ValueError(
-                f"LigerVocabParallelCrossEntropy: {name} is '{value}', expected {' or '.join(_FORMULAS[name])}"
+                f"LigerVocabParallelCrossEntropy: {name} is '{options[name]}', expected {' or '.join(expected)}"
             )
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "reduction": reduction,
-    }
+    del options["label_smoothing_formula"], options["label_smoothing_mode"]
     group = None if tp_group is None or tp_group.size() == 1 else tp_group
     return cross_entropy(vocab_parallel_logits, target, group=group, **options)
 
@@ -398,7 +366,11 @@ def _apply_vocab_parallel(
 LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _apply_vocab_parallel)
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
+class LigerVocabParallelCrossEntropy(
+    OptionsModule,
+    of=_apply_vocab_parallel,
+    options="ignore_index label_smoothing reduction label_smoothing_formula label_smoothing_mode",
+):
     """Cross entropy of logits (S, B, classes of this process); the loss has the shape of target, (S, B).
 
     Raises:
@@ -406,21 +378,7 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             ``label_smoothing_mode="partition"``.
     """
 
-    def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
-        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = (
-            label_smoothing_formula,
-            label_smoothing_mode,
-        )
-
     def forward(
         self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None
     ) -> torch.Tensor:
-        return _apply_vocab_parallel(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode, self.reduction,
-        )  # fmt: skip
+        return self._call(vocab_parallel_logits, target, tp_group)

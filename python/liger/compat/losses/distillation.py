@@ -6,44 +6,38 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
-from torch import nn
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
 from ..function_class import function_class
+from ..parameters import OptionsModule, takes
+from .instances import loss_of
 
-
-@functools.lru_cache(maxsize=256)
-def _loss(loss_class, options):
-    return loss_class(**dict(options))
+_INPUTS = (
+    "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
+    "teacher_bias=None"
+)
+_OPTIONS = (
+    "weight_hard_loss=0.5 weight_soft_loss=0.5 beta=0.5 ignore_index=-100 temperature=1.0 compiled=True "
+    "chunk_size=1024 return_soft_hard_loss=False"
+)
 
 
 def _distil(loss_class):
-    def apply(
-        student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
-        teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0,
-        compiled=True, chunk_size=1024, return_soft_hard_loss=False,
-    ):  # fmt: skip
-        options = {
-            "weight_hard_loss": weight_hard_loss, "weight_soft_loss": weight_soft_loss, "beta": beta,
-            "ignore_index": ignore_index, "temperature": temperature,
-        }  # fmt: skip
-        teacher = {
-            "teacher_input": teacher_input, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
-        }  # fmt: skip
-        teacher = {name: None if t is None else t.detach() for name, t in teacher.items()}
+    @takes(f"{_INPUTS}, {_OPTIONS.replace(' ', ', ')}")
+    def apply(student_input, student_weight, true_labels, student_bias, return_soft_hard_loss, **given):
+        names = ("teacher_input", "teacher_weight", "teacher_bias")
+        teacher = {name: None if (t := given.pop(name)) is None else t.detach() for name in names}
         tensors = student_input, student_weight, true_labels, student_bias
-        loss, (soft, hard, *_) = _loss(loss_class, tuple(options.items()))(*tensors, **teacher)
+        loss, (soft, hard, *_) = loss_of(loss_class, **given)(*tensors, **teacher)
         if not return_soft_hard_loss:
             return loss
         if soft is None or hard is None:
             # The loss does not compute a term with factor 0.
-            swapped = {"weight_hard_loss": weight_soft_loss, "weight_soft_loss": weight_hard_loss}
+            factors = given["weight_soft_loss"], given["weight_hard_loss"]
+            given["weight_hard_loss"], given["weight_soft_loss"] = factors
             with torch.no_grad():
-                _, other = _loss(loss_class, tuple((options | swapped).items()))(*tensors, **teacher)
+                _, other = loss_of(loss_class, **given)(*tensors, **teacher)
             soft, hard = (other.soft_loss, hard) if soft is None else (soft, other.hard_loss)
         return loss, soft, hard
 
@@ -60,39 +54,15 @@ LigerFusedLinearCosineSimilarityFunction = function_class(
 )
 
 
-class _DistillationModule(nn.Module):
-    _apply_loss: Any
-
-    def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature = ignore_index, temperature
-        self.compiled, self.chunk_size = compiled, chunk_size
-        self.return_soft_hard_loss = return_soft_hard_loss
-
-    def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor, true_labels: torch.Tensor, student_bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        return type(self)._apply_loss(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index, self.temperature,
-            self.compiled, self.chunk_size, self.return_soft_hard_loss,
-        )  # fmt: skip
+class _Distillation(OptionsModule):
+    @takes(f"self, {_INPUTS}")
+    def forward(self, **tensors):
+        return self._call(**tensors)
 
 
-class LigerFusedLinearJSDLoss(_DistillationModule):
+class LigerFusedLinearJSDLoss(_Distillation, of=liger_fused_linear_jsd, options=_OPTIONS):
     """:class:`liger.losses.FusedLinearJSDLoss`."""
 
-    _apply_loss = staticmethod(liger_fused_linear_jsd)
 
-
-class LigerFusedLinearCosineSimilarityLoss(_DistillationModule):
+class LigerFusedLinearCosineSimilarityLoss(_Distillation, of=liger_fused_linear_cosine, options=_OPTIONS):
     """:class:`liger.losses.FusedLinearCosineSimilarityLoss`."""
-
-    _apply_loss = staticmethod(liger_fused_linear_cosine)

@@ -10,6 +10,7 @@ from ...ops.cross_entropy.op import cross_entropy
 from ...ops.divergence.op import jsd, kl_div, tvd
 from ...ops.fused_linear_divergence.op import fused_linear_jsd, fused_linear_kl_div
 from ..function_class import function_class
+from ..parameters import OptionsModule, takes
 
 
 def _valid_rows(labels, ignore_index):
@@ -24,10 +25,9 @@ def _valid_rows(labels, ignore_index):
 def _apply_jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
     """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows without an ignored
     label."""
-    return jsd(
-        _input, target.detach(), shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index,
-        denominator=_valid_rows(shift_labels, ignore_index),
-    )  # fmt: skip
+    options = {"beta": beta, "ignore_index": ignore_index, "log_probs": True}
+    denominator = _valid_rows(shift_labels, ignore_index)
+    return jsd(_input, target.detach(), shift_labels, denominator=denominator, **options)
 
 
 LigerJSDFunction = function_class("LigerJSDFunction", _apply_jsd)
@@ -37,63 +37,49 @@ def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
     return _apply_jsd(input, target, shift_labels, beta, ignore_index)
 
 
-class LigerJSD(nn.Module):
+class LigerJSD(OptionsModule, of=_apply_jsd, options="beta ignore_index"):
     """Generalised Jensen-Shannon divergence of the student's and the teacher's log-probabilities."""
-
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.beta, self.ignore_index = beta, ignore_index
 
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _apply_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+        return self._call(log_q, log_p, shift_labels)
 
 
+_OF_HEADS = (
+    "student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100, "
+    "temperature=1.0, accum_dtype=None"
+)
+
+
+@takes(f"{_OF_HEADS}, jsd_impl=None, jsd_mode=None")
 def _apply_fused_linear_jsd(
-    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
-    temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None,
-):  # fmt: skip
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_impl, jsd_mode, **options
+):
     """:func:`liger.fused_linear_jsd`: the mean over the rows without an ignored label."""
-    return fused_linear_jsd(
-        student_input, student_weight, shift_labels, teacher_input=teacher_input.detach(),
-        teacher_weight=teacher_weight.detach(), beta=jsd_beta, temperature=temperature, ignore_index=ignore_index,
-        accum_dtype=accum_dtype, denominator=_valid_rows(shift_labels, ignore_index),
-    )  # fmt: skip
+    options |= {
+        "beta": options.pop("jsd_beta"),
+        "denominator": _valid_rows(shift_labels, options["ignore_index"]),
+    }
+    teacher = {"teacher_input": teacher_input.detach(), "teacher_weight": teacher_weight.detach()}
+    return fused_linear_jsd(student_input, student_weight, shift_labels, **teacher, **options)
 
 
 LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", _apply_fused_linear_jsd)
 
 
-def liger_fused_linear_jsd(
-    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
-    temperature=1.0, accum_dtype=None,
-):  # fmt: skip
-    return _apply_fused_linear_jsd(
-        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
-        temperature, accum_dtype,
-    )  # fmt: skip
+@takes(_OF_HEADS)
+def liger_fused_linear_jsd(**given):
+    return _apply_fused_linear_jsd(**given)
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerFusedLinearJSD(
+    OptionsModule, of=liger_fused_linear_jsd, options="jsd_beta ignore_index temperature accum_dtype"
+):
     """:func:`liger.fused_linear_jsd` of two lm_heads as a module."""
 
-    def __init__(
-        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
-        self.temperature, self.accum_dtype = temperature, accum_dtype
-
-    def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        return _apply_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
-            self.ignore_index, self.temperature, self.accum_dtype,
-        )  # fmt: skip
+    def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
+        return self._call(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
 
 
 # --- KL -----------------------------------------------------------------------------------------------------
@@ -141,65 +127,49 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return _apply_kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
+_OF_HEAD = (
+    "student_input, student_weight, target, shift_labels=None, reduction='batchmean', ignore_index=-100, "
+    "temperature=1.0, eps=1e-10, accum_dtype=None"
+)
+
+
+@takes(_OF_HEAD)
 def _apply_fused_linear_kl_div(
-    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
-    temperature=1.0, eps=1e-10, accum_dtype=None,
-):  # fmt: skip
+    student_input, student_weight, target, shift_labels, reduction, eps, **options
+):
     """:func:`liger.fused_linear_kl_div` to given probabilities ``target`` (rows, classes), which sum to 1."""
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(
             f"liger_fused_linear_kl_div: reduction is '{reduction}', expected 'batchmean', 'mean' or 'sum'"
         )
-    rows = _valid_rows(shift_labels, ignore_index)
+    rows = _valid_rows(shift_labels, options["ignore_index"])
     rows = max(student_input.shape[0], 1) if rows is None else rows
     divisor = {"batchmean": rows, "mean": rows * student_weight.shape[0], "sum": None}[reduction]
     # Logits that have the given probabilities as their softmax at this temperature.
-    teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log() * temperature
-    return fused_linear_kl_div(
-        student_input, student_weight, shift_labels, teacher_logits=teacher, temperature=temperature,
-        ignore_index=ignore_index, reduction="sum", accum_dtype=accum_dtype, denominator=divisor,
-    )  # fmt: skip
+    teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log()
+    options |= {
+        "teacher_logits": teacher * options["temperature"],
+        "reduction": "sum",
+        "denominator": divisor,
+    }
+    return fused_linear_kl_div(student_input, student_weight, shift_labels, **options)
 
 
 LigerFusedLinearKLDivFunction = function_class("LigerFusedLinearKLDivFunction", _apply_fused_linear_kl_div)
 
 
-def liger_fused_linear_kl_div(
-    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
-    temperature=1.0, eps=1e-10, accum_dtype=None,
-):  # fmt: skip
-    return _apply_fused_linear_kl_div(
-        student_input,
-        student_weight,
-        target,
-        shift_labels,
-        reduction,
-        ignore_index,
-        temperature,
-        eps,
-        accum_dtype,
-    )
+@takes(_OF_HEAD)
+def liger_fused_linear_kl_div(**given):
+    return _apply_fused_linear_kl_div(**given)
 
 
-class LigerFusedLinearKLDivLoss(nn.Module):
+class LigerFusedLinearKLDivLoss(
+    OptionsModule, of=liger_fused_linear_kl_div, options="reduction ignore_index temperature eps accum_dtype"
+):
     """KL divergence of an lm_head's output from given probabilities."""
 
-    def __init__(
-        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
-        self.eps, self.accum_dtype = eps, accum_dtype
-
-    def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        return _apply_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
-            self.eps, self.accum_dtype,
-        )  # fmt: skip
+    def forward(self, student_input, student_weight, target, shift_labels=None):
+        return self._call(student_input, student_weight, target, shift_labels)
 
 
 # --- TVD ----------------------------------------------------------------------------------------------------
@@ -232,17 +202,13 @@ def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-
     return _apply_tvd(input, target, shift_labels, reduction, ignore_index)
 
 
-class LigerTVDLoss(nn.Module):
+class LigerTVDLoss(OptionsModule, of=_apply_tvd, options="reduction ignore_index"):
     """Total variation distance of probabilities."""
-
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
-        super().__init__()
-        self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(
         self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _apply_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+        return self._call(p, q, shift_labels)
 
 
 def _apply_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
@@ -257,14 +223,10 @@ def _apply_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
 LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", _apply_ce_tvd)
 
 
-class LigerFusedCETVDLoss(nn.Module):
+class LigerFusedCETVDLoss(OptionsModule, of=_apply_ce_tvd, options="ignore_index"):
     """Cross entropy and total variation distance of every row."""
-
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
 
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _apply_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
+        return self._call(student_logits, teacher_logits, target)

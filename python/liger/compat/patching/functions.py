@@ -187,16 +187,12 @@ def _epsilon(module: Any, eps: float) -> float:
 
 
 def _patch_rms_norm_module(
-    module: Any, offset: float = 0.0, eps: float = 1e-6, casting_mode: str = "llama", in_place: bool = True,
-    row_mode: bool | None = None,
-) -> None:  # fmt: skip
+    module, offset=0.0, eps=1e-6, casting_mode="llama", in_place=True, row_mode=None
+) -> None:
     """Gives a norm module the forward of LigerRMSNorm. ``eps`` is used if the module has no epsilon of its
     own."""
-    attributes = {
-        "offset": offset, "casting_mode": casting_mode, "variance_epsilon": _epsilon(module, eps),
-        "in_place": in_place, "row_mode": row_mode,
-    }  # fmt: skip
-    _become(module, LigerRMSNorm, attributes)
+    attributes = {"offset": offset, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
+    _become(module, LigerRMSNorm, attributes | {"variance_epsilon": _epsilon(module, eps)})
 
 
 def _patch_layer_norm_module(module: Any, eps: float = 1e-6) -> None:

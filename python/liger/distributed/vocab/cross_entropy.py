@@ -18,11 +18,11 @@ from ..._core.math.computed_rows import computed_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.float32_matmul import float32_product
 from ..._core.math.matmul import product, without_ignored, write_linear
-from ..._core.op.arguments import check_classes
 from ..._core.op.autograd import differentiable, differentiable_once
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import refuse_gradients
+from ..._core.op.tensors import check_classes
 from ...ops.fused_linear_ce.op import differentiable_ce
 from . import sm90
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
@@ -207,10 +207,10 @@ class ChunkPlan(NamedTuple):
         rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
         rank_classes = -(-vocab_size // dist.get_world_size(group))
+        size = element_size or input.element_size()
         chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
-            rows, hidden, rank_classes, element_size or input.element_size(), need_grad_weight,
-            exact, memory_budget,
-        )  # fmt: skip
+            rows, hidden, rank_classes, size, need_grad_weight, exact, memory_budget
+        )
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
 
     def run(self, computed, start, finish):
@@ -376,10 +376,10 @@ def _backward(ctx, grad_loss, *_grad_others):
         if logits.shape[1] == 0:
             return torch.empty_like(logits), *(None,) * 14
         coef_exp, coef_target, coef_class = (*(c * grad_loss for c in scaled), None)[:3]
-        grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
-            logits, target, reference, coef_exp, coef_target, coef_class,
-            None if coef_class is None else ce_weight, *ctx.where, None,
-        )  # fmt: skip
+        ce_weight = None if coef_class is None else ce_weight
+        coefs = reference, coef_exp, coef_target, coef_class, ce_weight
+        backward = torch.ops.liger.cross_entropy_stats_backward.default
+        grad_logits = backward(logits, target, *coefs, *ctx.where, None)
     return grad_logits, *(None,) * 14
 
 

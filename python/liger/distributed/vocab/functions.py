@@ -10,7 +10,10 @@ mixture of the softmax distributions of all processes.
 """
 
 from ..._core.head.results import output_like
-from ..._core.op.arguments import (
+from ..._core.op.autocast import autocast_operands
+from ..._core.op.autograd import is_traced, wants_grad
+from ..._core.op.loss_rows import denominator_tensor, flatten_rows
+from ..._core.op.tensors import (
     check_accum_dtype,
     check_given_classes,
     check_ignore_index,
@@ -18,9 +21,6 @@ from ..._core.op.arguments import (
     check_logits_dtype,
     wrong_shape,
 )
-from ..._core.op.autocast import autocast_operands
-from ..._core.op.autograd import is_traced, wants_grad
-from ..._core.op.loss_rows import denominator_tensor, flatten_rows
 from ..._core.runtime.memory_budget import check_budget_variable
 from .agreement import name_of_call
 from .cross_entropy import FUSED, PLAIN, fused_op, plain_op

@@ -14,10 +14,10 @@ from ..._core.head.lm_head import HeadOptions, RowStatistics
 from ..._core.head.results import fake_gradients, fake_logprobs
 from ..._core.math.computed_rows import computed_rows, ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import check_classes
 from ..._core.op.autograd import at_positions, differentiable, differentiable_once
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.tensors import check_classes
 from . import sm90_logprobs as _engine
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
 from .cross_entropy import Chunk, ChunkPlan, Float32Gradients, Gradients
@@ -324,10 +324,10 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     input, weight, target, bias, stats, entropy, *kept = ctx.saved_tensors
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
-    grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options.of_logits, stats, entropy,
-        *ctx.options[3:], *ctx.shards, *needed, *kept,
-    )  # fmt: skip
+    layer, options = (input, weight, target, bias), ctx.options
+    rows = *options.of_logits, stats, entropy, *options[3:], *ctx.shards
+    backward = torch.ops.liger_distributed.fused_linear_logprobs_backward.default
+    grads = backward(grad_logprobs, grad_entropy, *layer, *rows, *needed, *kept)
     return at_positions(ctx.arguments, positions, grads, needed)
 
 

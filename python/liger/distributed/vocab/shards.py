@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..._core.dtensor.placements import is_sharded
-from ..._core.op.arguments import wrong_shape
+from ..._core.op.tensors import wrong_shape
 
 # all_gather_into_tensor is the name up to torch 2.12.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

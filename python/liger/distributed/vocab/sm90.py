@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..._core.head.sm90_plan import ENGINE, LinearCePlan, plan_chunks_sm90, round_up
+from ..._core.head.sm90_plan import ENGINE, plan_chunks_sm90, round_up
 from ..._core.op.backend import FAMILIES
 from .shards import VocabShards, gather
 
@@ -126,9 +126,19 @@ class ShardCall:
     """
 
     def __init__(
-        self, input, weight, target, shards, plan: LinearCePlan, needs_grad, *, softcap=None, temperature=1.0,
-        metrics=False, kept=None,
-    ):  # fmt: skip
+        self,
+        input,
+        weight,
+        target,
+        shards,
+        plan,
+        needs_grad,
+        *,
+        softcap=None,
+        temperature=1.0,
+        metrics=False,
+        kept=None,
+    ):
         """``needs_grad``: of input and weight, in this call. ``metrics``: entropies or argmax are requested.
         ``kept``: the memory of the exponentials, if they outlive the call."""
         self._steps = steps()
@@ -147,9 +157,8 @@ class ShardCall:
         self.rows = input.new_empty(rows, hidden)
         self._grad_weight = input.new_empty((panels * ENGINE.panel, hidden) if self._need_weight else 0)
         self._state = self._bytes(state_bytes)
-        self._memory = (
-            self._state, self.target_logit, self.rows, self._grad_weight, kept, self._bytes(workspace_bytes),
-        )  # fmt: skip
+        workspaces = kept, self._bytes(workspace_bytes)
+        self._memory = self._state, self.target_logit, self.rows, self._grad_weight, *workspaces
 
     def _floats(self, *shape):
         return self._operands[0].new_empty(shape, dtype=torch.float32)
@@ -168,10 +177,9 @@ class ShardCall:
         its class."""
         numbers = ENGINE.rank_numbers_with_metrics if self._with_metrics else ENGINE.rank_numbers
         sums = self._floats(numbers, self._plan.chunks[index].rows)
-        self._steps.exponentials(
-            *self._operands, self._softcap, self._temperature, self._shards.start, keep, self._need_input,
-            self._numbers, index, *self._memory, sums,
-        )  # fmt: skip
+        head = *self._operands, self._softcap, self._temperature, self._shards.start
+        flags = keep, self._need_input, self._numbers, index
+        self._steps.exponentials(*head, *flags, *self._memory, sums)
         return sums
 
     def add_grad_weight(self, index):
@@ -220,11 +228,11 @@ class Call(ShardCall):
 
     def begin(self):
         options = self.options
-        self._steps.begin(
-            *self._operands, self._target, self._ce_weight, options.denominator, options.ignore_index,
-            options.softcap, options.reduction == "mean", self._shards.start, self._shards.vocab, self._state,
-            self.target_logit, self.rows, self._denominator, *self._results,
-        )  # fmt: skip
+        rule = options.denominator, options.ignore_index, options.softcap, options.reduction == "mean"
+        where = self._shards.start, self._shards.vocab
+        memory = self._state, self.target_logit, self.rows, self._denominator
+        layer = *self._operands, self._target, self._ce_weight
+        self._steps.begin(*layer, *rule, *where, *memory, *self._results)
 
     def apply_rule(self, index, gathered, grad_input):
         """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this
@@ -233,11 +241,11 @@ class Call(ShardCall):
         ``gathered``: (processes, 2, rows), the results of :meth:`exponentials` of all processes.
         """
         options = self.options
-        self._steps.rule(
-            self._target, self._ce_weight, self._token_weight, self._denominator, options.ignore_index,
-            options.lse_square_scale, self._shards.vocab, gathered, self._rank, *self._operands, self._softcap,
-            self._need_input, self._numbers, index, *self._memory, grad_input, *self._results,
-        )  # fmt: skip
+        weights = self._ce_weight, self._token_weight, self._denominator
+        rule = options.ignore_index, options.lse_square_scale, self._shards.vocab, gathered, self._rank
+        plan = self._softcap, self._need_input, self._numbers, index
+        memory = *self._memory, grad_input, *self._results
+        self._steps.rule(self._target, *weights, *rule, *self._operands, *plan, *memory)
 
     def results(self):
         """The results of ``liger_distributed::fused_linear_ce_forward``. ``rows`` then has the sums of input
@@ -247,10 +255,9 @@ class Call(ShardCall):
         if self.options.reduction != "none":
             loss = loss.sum() / self._denominator
             z_loss = z_loss.sum() / self._denominator if self._metrics.z_loss else z_loss
-        return (
-            loss, z_loss, self._floats(0), self._target.new_empty(0, dtype=torch.int64), logprobs, self._floats(0),
-            *gradients, self.rows.new_empty(0),
-        )  # fmt: skip
+        predicted = self._target.new_empty(0, dtype=torch.int64)
+        rows = self._floats(0), predicted, logprobs, self._floats(0)
+        return loss, z_loss, *rows, *gradients, self.rows.new_empty(0)
 
 
 def sum_target_logits(call, group):

@@ -99,16 +99,14 @@ class LogProbCall(ShardCall):
         self._ignore_index = head.ignore_index
 
     def _begin(self, results):
-        self._steps.logprobs_begin(
-            *self._operands, self._target, self._ignore_index, self._temperature, self._shards.start,
-            self._shards.vocab, self._state, self.target_logit, self.rows, *results,
-        )  # fmt: skip
+        head = self._target, self._ignore_index, self._temperature, self._shards.start, self._shards.vocab
+        memory = self._state, self.target_logit, self.rows
+        self._steps.logprobs_begin(*self._operands, *head, *memory, *results)
 
     def _results(self, rows, entropy, argmax):
-        return Results(
-            self._floats(rows), self._floats(2, rows), self._floats(rows if entropy else 0),
-            self._target.new_empty(rows if argmax else 0, dtype=torch.int64),
-        )  # fmt: skip
+        classes = self._target.new_empty(rows if argmax else 0, dtype=torch.int64)
+        entropies = self._floats(rows if entropy else 0)
+        return Results(self._floats(rows), self._floats(2, rows), entropies, classes)
 
 
 class Forward(LogProbCall):
@@ -138,10 +136,8 @@ class Forward(LogProbCall):
 
     def write_results(self, index, gathered):
         """``gathered``: the results of :meth:`exponentials` of all processes, (processes, numbers, rows)."""
-        self._steps.logprobs(
-            self._target, self._ignore_index, self._shards.vocab, gathered, *self._operands, self._numbers, index,
-            *self._memory, *self.results, self.kept_rows,
-        )  # fmt: skip
+        head = self._target, self._ignore_index, self._shards.vocab, gathered, *self._operands, self._numbers
+        self._steps.logprobs(*head, index, *self._memory, *self.results, self.kept_rows)
 
 
 class Backward(LogProbCall):
@@ -162,10 +158,9 @@ class Backward(LogProbCall):
     def input_gradient(self, index, grad_input):
         """The gradients of the logits of a chunk, and into ``grad_input`` (rows, hidden) the input gradient
         of this process."""
-        self._steps.logprob_gradients(
-            *self._upstream, self._target, self._shards.vocab, self._temperature, *self._of_forward,
-            *self._operands, self._need_input, self._numbers, index, *self._memory, grad_input,
-        )  # fmt: skip
+        rows = *self._upstream, self._target, self._shards.vocab, self._temperature, *self._of_forward
+        plan = self._need_input, self._numbers, index
+        self._steps.logprob_gradients(*rows, *self._operands, *plan, *self._memory, grad_input)
 
 
 # --- all processes ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..._core.dtensor.inputs import align_tokens, given_shards, in_shards, is_dt
 from ..._core.head.cross_entropy import CEOptions, Metrics
 from ..._core.head.results import CrossEntropyOutput, fake_results, output_like
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import CE_OPTIONS, FLAG, arguments, check_denominator, check_ignore_index
+from ..._core.op.arguments import CE_OPTIONS, FLAG, arguments
 from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
@@ -35,6 +35,7 @@ from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from ..._core.op.tensors import check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
 from .rows import (
     cross_entropy_backward__torch,

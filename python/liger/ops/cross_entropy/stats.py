@@ -76,20 +76,13 @@ def cross_entropy_stats_torch(
     return torch.where(ignored_rows(target, ignore_index), ignored_stats, stats)
 
 
-def _write_gradient(
-    op, out, logits, target, reference, coef_exp, coef_target, coef_class, ce_weight, vocab_start, ignore_index,
-    softcap, coef_log,
-):  # fmt: skip
-    _check(op, logits, target, ce_weight, softcap)
-    check_row_values(
-        op,
-        logits,
-        reference=reference,
-        coef_exp=coef_exp,
-        coef_target=coef_target,
-        coef_class=coef_class,
-        coef_log=coef_log,
+def _write_gradient(op, out, logits, target, *rest):
+    reference, coef_exp, coef_target, coef_class, ce_weight, vocab_start, ignore_index, softcap, coef_log = (
+        rest
     )
+    _check(op, logits, target, ce_weight, softcap)
+    values = {"reference": reference, "coef_exp": coef_exp, "coef_target": coef_target}
+    check_row_values(op, logits, **values, coef_class=coef_class, coef_log=coef_log)
     column, present = _columns(target, vocab_start, logits.shape[1])
     coef_target = torch.where(present, coef_target, 0.0).unsqueeze(1)
     reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)

@@ -8,24 +8,12 @@ weight per row and, except for "none", a sum over rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ..._core.dtensor.inputs import align_tokens
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
-    DIVISOR,
-    FLAG,
-    FRACTION,
-    HEAD,
-    arguments,
-    check_device,
-    check_divisor,
-    check_floating,
-    check_ignore_index,
-    choice,
-    described,
-    wrong_shape,
-)
+from ..._core.op.arguments import DIVISOR, FLAG, FRACTION, HEAD, arguments, choice, described
 from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
@@ -35,10 +23,13 @@ from ..._core.op.autograd import (
     wants_grad,
 )
 from ..._core.op.backend import register_family
-from ..._core.op.fakes import check_one_device, register_fake
+from ..._core.op.by_name import by_name
+from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
-from ..._core.op.loss_rows import Tokens, denominator_tensor, memory_order, refuse_gradients
+from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.tensors import check_floating
 from ..._core.op.types import DivergenceReduction, Scalar
+from .reduction import flatten_pair, nan_if_empty, row_weights
 from .rows import (
     divergence_backward_torch,
     divergence_ce_forward__torch,
@@ -140,102 +131,23 @@ divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 # --- composites ---------------------------------------------------------------------------------------------
 
 
-def flatten_pair(op, names, x, teacher, target, token_weight):
-    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,)
-    or None, and the :class:`Tokens` of a loss per row."""
-    if x.dim() < 1:
-        raise wrong_shape(op, names[0], x, "at least one dimension")
-    if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
-        raise RuntimeError(
-            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected the shape of {names[0]}, {tuple(x.shape)}, "
-            "except for the last dimension"
-        )
-    for name, other in (("target", target), ("token_weight", token_weight)):
-        if other is not None and other.shape != x.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: {name} has shape {tuple(other.shape)}, expected the shape of {names[0]} without its last "
-                f"dimension, {tuple(x.shape[:-1])}"
-            )
-        # Checked here, because the message of a torch op would not name the arguments.
-        if other is not None and other.device != x.device:
-            raise RuntimeError(
-                f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
-            )
-    _, teacher, _ = align_tokens(op, x, teacher, None, names)
-    x, target, token_weight = align_tokens(op, x, target, token_weight, (names[0], "target"))
-    # A last dimension of size 0 has nothing to select; the op accepts it or names it.
-    tokens = Tokens(x.select(-1, 0) if x.shape[-1] else x.sum(-1), None)
-    if x.dim() == 1:
-        x, teacher = x.unsqueeze(0), teacher.unsqueeze(0)
-        target, token_weight = (None if t is None else t.unsqueeze(0) for t in (target, token_weight))
-    elif x.dim() > 2:
-        order = memory_order(x)
-        # Two tensors of vocabulary size: a teacher in another order would be copied instead of the student.
-        if order is not None and memory_order(teacher) == order:
-            tokens = tokens._replace(order=order)
-        x, teacher, target, token_weight = (
-            None if t is None else tokens.flatten(t) for t in (x, teacher, target, token_weight)
-        )
-    return x, teacher, target, token_weight, tokens
-
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
-
-
-def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
-    """The factor of each row's loss before the sum: (rows,), () if all are equal, or None for 1.
-
-    A tensor on the device of the rows, computed without synchronisation.
-    """
-    if target is not None:
-        check_ignore_index(op, "target", target, ignore_index)
-    check_one_device(
-        op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
-    )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
-    if token_weight is not None:
-        check_floating(op, "token_weight", token_weight)
-        check_device(op, "token_weight", token_weight, "the rows", rows)
-    refuse_gradients(op, token_weight=token_weight, denominator=denominator)
-    if token_weight is not None and target is not None:
-        # The weight of an ignored row may be nan.
-        token_weight = token_weight.masked_fill(target == ignore_index, 0)
-    wide = accumulate_dtype(rows.dtype)
-    if denominator is not None:
-        if reduction == "none":
-            raise ValueError(
-                f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
-            )
-        check_divisor(op, "denominator", denominator)
-        check_device(op, "denominator", denominator, "the rows", rows)
-        scale = denominator.reshape(()).to(wide).reciprocal()
-    elif reduction == "mean" and target is not None:
-        scale = (target != ignore_index).sum(dtype=wide).reciprocal()
-    elif reduction in ("mean", "batchmean"):
-        count = rows.shape[0] if reduction == "mean" else batch
-        scale = rows.new_full((), count, dtype=wide).reciprocal()
-    else:
-        return None if token_weight is None else token_weight.to(wide)
-    return scale if token_weight is None else token_weight.to(wide) * scale
-
-
-def nan_if_empty(loss, rows, batch, reduction, denominator):
-    """The loss, or nan for a mean over zero rows, as in all other losses."""
-    empty = {"mean": rows.shape[0] == 0, "batchmean": batch == 0}.get(reduction, False)
-    return loss + torch.nan if empty and denominator is None else loss
-
-
 def jsd_divergence(beta):
     """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a
     KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
-def _divergence(
-    op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
-    reduction,
-):  # fmt: skip
+class _Options(NamedTuple):
+    """The options of a divergence, in the order of the op schemas."""
+
+    divergence: str
+    beta: float
+    temperature: float
+    log_probs: bool
+    ignore_index: int
+
+
+def _divergence(op, student, teacher, target, token_weight, denominator, options, reduction):
     batch = student.shape[0] if student.dim() > 1 else 1
     rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
@@ -245,59 +157,46 @@ def _divergence(
         check_floating(op, "teacher", teacher)
         # Autograd returns the gradient in the dtype of the student.
         rows, teacher = (t.to(torch.promote_types(rows.dtype, teacher.dtype)) for t in (rows, teacher))
-    weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
-    if log_probs and temperature != 1.0:
+    weight = row_weights(op, rows, batch, target, token_weight, denominator, options.ignore_index, reduction)
+    if options.log_probs and options.temperature != 1.0:
         raise ValueError(
-            f"{op}: temperature is {described(temperature)} with log_probs, expected 1: log-probabilities are logits "
-            "too, so pass them without log_probs"
+            f"{op}: temperature is {described(options.temperature)} with log_probs, expected 1: log-probabilities "
+            "are logits too, so pass them without log_probs"
         )
-    torch.ops.liger.check_divergence(
-        op, rows, teacher, target, weight, divergence, beta, temperature, log_probs
-    )
+    torch.ops.liger.check_divergence(op, rows, teacher, target, weight, *options[:4])
     refuse_gradients(op, teacher=teacher)
     per_row = reduction == "none"
-    loss = _forward_op(
-        rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
-        _gradient_in_forward(rows, reduction),
-    )[0]  # fmt: skip
+    need_grad = _gradient_in_forward(rows, reduction)
+    loss, _, _ = _forward_op(rows, teacher, target, weight, *options, per_row, need_grad)
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _kl_div(
-    student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
-    log_probs=False, ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
-        temperature, log_probs, ignore_index, reduction,
-    )  # fmt: skip
+def _composite(name, divergence_of):
+    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
+
+    @by_name(getattr(torch.ops.liger, name).default)
+    def composite(a):
+        options = _Options(*divergence_of(a), a.temperature, a.log_probs, a.ignore_index)
+        tensors = a.student, a.teacher, a.target, a.token_weight, a.denominator
+        return _divergence(name, *tensors, options, a.reduction)
+
+    return composite
 
 
-def _jsd_op(
-    student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
-        ignore_index, reduction,
-    )  # fmt: skip
-
-
-def _tvd_op(
-    student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    return _divergence(
-        "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
-        reduction,
-    )  # fmt: skip
+def kl_divergence(reverse):
+    """The name of the divergence of ``kl_div``."""
+    return "reverse_kl" if reverse else "forward_kl"
 
 
 _library = torch.library.Library("liger", "IMPL")
-for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op)):
-    _library.impl(_name, _composite, "CompositeImplicitAutograd")
+for _name, _divergence_of in {
+    "kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
+    "jsd": lambda a: (jsd_divergence(a.beta), a.beta),
+    "tvd": lambda a: ("tvd", 0.5),
+}.items():
+    _library.impl(_name, _composite(_name, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -368,9 +267,8 @@ def kl_div(
     2306.08543.
     """
     denominator = denominator_tensor(denominator, student)
-    return _kl_div(
-        student, teacher, target, token_weight, denominator, reverse, temperature, log_probs, ignore_index, reduction
-    )  # fmt: skip
+    options = _Options(kl_divergence(reverse), 0.5, temperature, log_probs, ignore_index)
+    return _divergence("kl_div", student, teacher, target, token_weight, denominator, options, reduction)
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -409,9 +307,8 @@ def jsd(
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
     denominator = denominator_tensor(denominator, student)
-    return _jsd_op(
-        student, teacher, target, token_weight, denominator, beta, temperature, log_probs, ignore_index, reduction
-    )  # fmt: skip
+    options = _Options(jsd_divergence(beta), beta, temperature, log_probs, ignore_index)
+    return _divergence("jsd", student, teacher, target, token_weight, denominator, options, reduction)
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -447,6 +344,5 @@ def tvd(
     2307.15190.
     """
     denominator = denominator_tensor(denominator, student)
-    return _tvd_op(
-        student, teacher, target, token_weight, denominator, temperature, log_probs, ignore_index, reduction
-    )
+    options = _Options("tvd", 0.5, temperature, log_probs, ignore_index)
+    return _divergence("tvd", student, teacher, target, token_weight, denominator, options, reduction)

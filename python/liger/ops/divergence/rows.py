@@ -93,14 +93,12 @@ def _row_losses(student, teacher, target, divergence, beta, temperature, log_pro
     return loss, stats
 
 
-def _write_gradient(
-    out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index,
-    cross_entropy=0.0,
-):  # fmt: skip
+def _write_gradient(out, weight, student, teacher, target, stats, options, cross_entropy=0.0):
     """Writes the gradient of ``sum(weight * loss)`` to ``out``; weight is (rows,), () or None for 1.
 
     The loss includes ``cross_entropy`` times the cross entropy of the target, at temperature 1 only.
     """
+    divergence, beta, temperature, log_probs, ignore_index = options
     if cross_entropy:
         column, unknown = target_columns(target, student.shape[1], ignore_index)
         # Rows with a target out of range get nan.
@@ -142,13 +140,10 @@ def target_logits(logits, target, ignore_index):
 
 def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
     """(loss, stats). Writes the gradient to ``out`` unless it is None."""
-    divergence, beta, temperature, log_probs, _ = options
-    torch.ops.liger.check_divergence(
-        op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs
-    )
+    torch.ops.liger.check_divergence(op, student, teacher, target, row_weight, *options[:4])
     loss, stats = _row_losses(student, teacher, target, *options)
     if out is not None:
-        _write_gradient(out, row_weight, student, teacher, target, stats, *options, cross_entropy)
+        _write_gradient(out, row_weight, student, teacher, target, stats, options, cross_entropy)
     if row_weight is not None:
         loss *= row_weight
     return loss if per_row else loss.sum(), stats
@@ -165,16 +160,8 @@ def entry_points(forward):
     def divergence_forward(student, teacher, target, row_weight, *options):
         *options, per_row, need_grad = options
         grad_student = torch.empty_like(student) if need_grad else None
-        results = forward(
-            "divergence_forward",
-            grad_student,
-            student,
-            teacher,
-            target,
-            row_weight,
-            *options,
-            per_row=per_row,
-        )
+        rows = student, teacher, target, row_weight
+        results = forward("divergence_forward", grad_student, *rows, *options, per_row=per_row)
         return *results, grad_student if need_grad else student.new_empty(0)
 
     def divergence_forward_(student, teacher, target, row_weight, *options):
@@ -183,19 +170,14 @@ def entry_points(forward):
             "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
         )[0]
 
-    def divergence_ce_forward_(
-        student, teacher, target, row_weight, divergence, beta, temperature, cross_entropy, ignore_index, gradient
-    ):  # fmt: skip
-        op = "divergence_ce_forward_"
-        torch.ops.liger.check_divergence(
-            op, student, teacher, target, row_weight, divergence, beta, temperature, False
-        )
+    def divergence_ce_forward_(student, teacher, target, row_weight, *options):
+        divergence, beta, temperature, cross_entropy, ignore_index, gradient = options
+        op, rows = "divergence_ce_forward_", (student, teacher, target, row_weight)
+        options = divergence, beta, temperature, False, ignore_index
+        torch.ops.liger.check_divergence(op, *rows, *options[:4])
         torch.ops.liger.check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient)
         chosen = target_logits(student, target, ignore_index) if cross_entropy else None
-        losses, stats = forward(
-            op, gradient, student, teacher, target, row_weight, divergence, beta, temperature, False, ignore_index,
-            per_row=True, cross_entropy=cross_entropy,
-        )  # fmt: skip
+        losses, stats = forward(op, gradient, *rows, *options, per_row=True, cross_entropy=cross_entropy)
         if not cross_entropy:
             return losses, losses.new_empty(0)
         hard = cross_entropy * (stats[1] - (chosen - stats[0]))
@@ -225,12 +207,9 @@ def check_stats(op, student, grad_loss, stats):
 
 
 def divergence_backward_torch(grad_loss, student, teacher, target, stats, *options):
-    divergence, beta, temperature, log_probs, _ = options
     op = "divergence_backward"
-    torch.ops.liger.check_divergence(
-        op, student, teacher, target, None, divergence, beta, temperature, log_probs
-    )
+    torch.ops.liger.check_divergence(op, student, teacher, target, None, *options[:4])
     check_stats(op, student, grad_loss, stats)
     grad_student = torch.empty_like(student)
-    _write_gradient(grad_student, grad_loss, student, teacher, target, stats, *options)
+    _write_gradient(grad_student, grad_loss, student, teacher, target, stats, options)
     return grad_student

@@ -16,11 +16,12 @@ from ..._core.head.chunks import HeadChunks
 from ..._core.head.cross_entropy import CEOptions, Metrics, make_rule
 from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import check_classes, dtype_name
+from ..._core.op.arguments import dtype_name
 from ..._core.op.autograd import forbid_autograd, recording_tracer, wants_grad
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.tensors import check_classes
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
 

@@ -85,10 +85,9 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         grad_logprobs = torch.zeros_like(grad_entropy)
     needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
     options = ctx.options
-    grads = torch.ops.liger.fused_linear_logprobs_lora_backward.default(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *options.of_logits, options.memory_budget, *needed,
-        options.logits_dtype, options.accum_dtype,
-    )  # fmt: skip
+    head = *options.of_logits, options.memory_budget, *needed, options.logits_dtype, options.accum_dtype
+    backward = torch.ops.liger.fused_linear_logprobs_lora_backward.default
+    grads = backward(grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *head)
     return at_positions(len(_logprobs_arguments._fields), _POSITIONS, grads, needed)
 
 

@@ -31,15 +31,7 @@ from ..._core.head.lm_head import LMHead, LMHeadGradients, planned_rows
 from ..._core.head.results import CrossEntropyOutput, fake_gradients, fake_results, output_like
 from ..._core.math.computed_rows import computed_rows
 from ..._core.math.row_blocks import row_blocks
-from ..._core.op.arguments import (
-    CE_OPTIONS,
-    FLAG,
-    LORA,
-    arguments,
-    check_accum_dtype,
-    check_denominator,
-    check_ignore_index,
-)
+from ..._core.op.arguments import CE_OPTIONS, FLAG, LORA, arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
 from ..._core.op.backend import register_family
@@ -47,6 +39,7 @@ from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows
+from ..._core.op.tensors import check_accum_dtype, check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
@@ -338,9 +331,7 @@ def fused_linear_ce(
     lora = None
     if lora_a is not None or lora_b is not None:
         lora = lora_a, lora_b, lora_scale
-        check_lora(
-            "fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b,
-            accumulate_grad_weight=(accumulate_grad_weight, (False,)),
-        )  # fmt: skip
+        refused = {"accumulate_grad_weight": (accumulate_grad_weight, (False,))}
+        check_lora("fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b, **refused)
     metrics = Metrics.named(metrics)
     return _head_loss(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)

@@ -15,9 +15,9 @@ from ..._core.head.lm_head import LMHeadGradients, Sm90LMHeadGradients
 from ..._core.math.computed_rows import ignored_rows, row_chunks
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.matmul import write_linear, write_wide_linear
-from ..._core.op.arguments import check_like
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.tensors import check_like
 from ..._core.runtime.environment import targets_checked
 from .rows import Rows, RowWeights, Targets, Terms, distil_rows
 
@@ -171,9 +171,9 @@ def fused_linear_divergence_forward_kernel(a):
     teacher_indices, row_weight, terms = a.teacher_indices, a.row_weight, Terms.of_op(a)
     checked = _check_teacher_dtype(input, teacher, a.teacher_weight, a.teacher_bias)
     torch.ops.liger.check_fused_linear_divergence(
-        input, weight, checked[0], checked[1], teacher_indices, target, bias, checked[2], row_weight, a.divergence,
-        a.beta, a.temperature, a.soft, a.hard, a.accum_dtype, a.memory_budget,
-    )  # fmt: skip
+        *(input, weight, checked[0], checked[1], teacher_indices, target, bias, checked[2], row_weight),
+        *(*terms.distance, terms.soft, terms.hard, a.accum_dtype, a.memory_budget),
+    )
     rows, vocab, wide = input.shape[0], weight.shape[0], accumulate_dtype(input.dtype)
     soft, hard, ignore_index = terms.soft, terms.hard, terms.ignore_index
     _check_classes(a.divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index)
@@ -211,10 +211,13 @@ def fused_linear_divergence_forward_kernel(a):
             batch_rows = slice(chunk.start + part.start, chunk.start + part.stop)
             buffers = slice_buffer[: logits.num_buffers * (part.stop - part.start)]
             inputs = Rows(
-                logits.student(x[part], buffers), logits.teacher(batch_rows, buffers),
-                None if teacher_indices is None else teacher_indices[batch_rows], targets.at(batch_rows),
-                weights.at(batch_rows), memory[part] if need_gradient else None,
-            )  # fmt: skip
+                logits=logits.student(x[part], buffers),
+                teacher=logits.teacher(batch_rows, buffers),
+                indices=None if teacher_indices is None else teacher_indices[batch_rows],
+                targets=targets.at(batch_rows),
+                weights=weights.at(batch_rows),
+                gradient=memory[part] if need_gradient else None,
+            )
             results.append(distil_rows(terms, inputs))
         if need_gradient:
             ignored = None if target is None else targets.at(chunk).ignored

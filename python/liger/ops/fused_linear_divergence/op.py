@@ -7,31 +7,35 @@ The loss can include cross entropy of the same logits. docs/divergence.md define
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..._core.dtensor.inputs import is_dtensor
 from ..._core.head.float16_factor import float16_factor
 from ..._core.head.results import fake_gradients
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
+from ..._core.op.arguments import arguments
+from ..._core.op.autocast import autocast_operands
+from ..._core.op.autograd import wants_grad
+from ..._core.op.by_name import by_name, options_among
+from ..._core.op.fakes import register_fake
+from ..._core.op.forward_gradients import gradients_in_forward
+from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.tensors import (
     LayerNames,
-    arguments,
     check_accum_dtype,
     check_device,
     check_floating,
     check_layer,
     wrong_shape,
 )
-from ..._core.op.autocast import autocast_operands
-from ..._core.op.autograd import wants_grad
-from ..._core.op.by_name import by_name
-from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import gradients_in_forward
-from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
 from ..._core.op.types import DivergenceReduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable
-from ..divergence.op import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
+from ..divergence.op import DIVERGENCE_OPTIONS, jsd_divergence, kl_divergence
+from ..divergence.reduction import flatten_pair, nan_if_empty, row_weights
 from . import chunks as _kernel  # noqa: F401  (registers the kernel)
+from .rows import Terms
 
 # --- fake ---------------------------------------------------------------------------------------------------
 
@@ -61,18 +65,19 @@ _forward_op = gradients_in_forward(
 )
 
 
-def fused_linear_distillation(
-    op, input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
-    beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
-):  # fmt: skip
+def fused_linear_distillation(op, layer, teacher, row_weight, terms, per_row, accum_dtype, memory_budget):
     """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the needed
     gradients.
 
-    The caller has applied autocast to the operands. Errors name ``op``.
+    Args:
+        op: the name in errors.
+        layer: (input, weight, target, bias), after autocast.
+        teacher: (hidden states, logits or log-probabilities, weight, indices, bias), after autocast.
+        terms: :class:`Terms`.
     """
-    refuse_gradients(
-        op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias, row_weight=row_weight
-    )
+    (input, weight, target, bias), (teacher, teacher_weight, indices, teacher_bias) = layer, teacher
+    frozen = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    refuse_gradients(op, **frozen, row_weight=row_weight)
     needs_grad = (False,) * 3 if per_row else wants_grad(input, weight, bias)
     factor = None
     is_plain = not (is_dtensor(input) or is_dtensor(row_weight))
@@ -85,27 +90,65 @@ def fused_linear_distillation(
     ):
         factor = float16_factor(row_weight.float().abs().amax().reciprocal(), input.shape[0])
         row_weight = row_weight * factor
-    results = _forward_op(
-        input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
-        beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, *needs_grad,
-    )[:3]  # fmt: skip
+    tensors = input, weight, teacher, teacher_weight, indices, target, bias, teacher_bias, row_weight
+    results = _forward_op(*tensors, *terms, per_row, accum_dtype, memory_budget, *needs_grad)[:3]
     return results if factor is None else tuple(result / factor for result in results)
 
 
 # --- composites ---------------------------------------------------------------------------------------------
 
 
+class _Teacher(NamedTuple):
+    """The tensors of a teacher, as the public functions take them."""
+
+    teacher_input: torch.Tensor | None
+    teacher_weight: torch.Tensor | None
+    teacher_bias: torch.Tensor | None
+    teacher_logits: torch.Tensor | None
+
+    def check(self, op):
+        """Raises ValueError unless there is one teacher."""
+        if (self.teacher_input is None) == (self.teacher_logits is None):
+            found = "neither" if self.teacher_input is None else "both"
+            raise ValueError(
+                f"{op}: {found} of teacher_input and teacher_logits were given, expected teacher_input with "
+                "teacher_weight, or teacher_logits"
+            )
+        if self.teacher_logits is None and self.teacher_weight is None:
+            raise ValueError(f"{op}: teacher_input was given without teacher_weight, expected both")
+        for name, tensor in (("teacher_weight", self.teacher_weight), ("teacher_bias", self.teacher_bias)):
+            if tensor is not None and self.teacher_logits is not None:
+                raise ValueError(
+                    f"{op}: {name} was given with teacher_logits, expected it with teacher_input"
+                )
+
+
+class _Options(NamedTuple):
+    """The options besides the divergence, in the order of the op schemas."""
+
+    ignore_index: int
+    reduction: str
+    accum_dtype: torch.dtype | None
+    memory_budget: int | None
+    temperature: float
+
+
 def _fused_linear_divergence(
-    op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
-    temperature, ignore_index, reduction, accum_dtype, memory_budget, teacher_name,
-):  # fmt: skip
+    op, divergence, input, weight, target, bias, given_teacher, token_weight, denominator, options
+):
+    given_teacher.check(op)
+    teacher_weight, teacher_bias = given_teacher.teacher_weight, given_teacher.teacher_bias
+    teacher, teacher_name = given_teacher.teacher_input, "teacher_input"
+    if teacher is None:
+        teacher, teacher_name = given_teacher.teacher_logits, "teacher_logits"
+    ignore_index, reduction = options.ignore_index, options.reduction
     # A teacher given as logits is not an operand of a GEMM, so autocast does not cast it.
     operands = (input, weight, bias, teacher_weight, teacher_bias)
     input, weight, bias, teacher_weight, teacher_bias, *states = autocast_operands(
         *operands, *(() if teacher_weight is None else (teacher,))
     )
     teacher = states[0] if states else teacher
-    check_accum_dtype(op, "input", input, accum_dtype)
+    check_accum_dtype(op, "input", input, options.accum_dtype)
     frozen = {teacher_name: teacher, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
     refuse_gradients(op, **frozen)
     batch = input.shape[0] if input.dim() > 1 else 1
@@ -128,74 +171,40 @@ def _fused_linear_divergence(
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
     loss, _, _ = fused_linear_distillation(
-        op, rows, weight, teacher, teacher_weight, None, target, bias, teacher_bias, row_weight, divergence, beta,
-        temperature, 1.0, 0.0, ignore_index, per_row, accum_dtype, memory_budget,
-    )  # fmt: skip
+        op,
+        (rows, weight, target, bias),
+        (teacher, teacher_weight, None, teacher_bias),
+        row_weight,
+        Terms(*divergence, options.temperature, soft=1.0, hard=0.0, ignore_index=ignore_index),
+        per_row,
+        options.accum_dtype,
+        options.memory_budget,
+    )
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits):
-    """(the tensor of the teacher, the name of the argument). Raises ValueError unless there is one
-    teacher."""
-    if (teacher_input is None) == (teacher_logits is None):
-        found = "neither" if teacher_input is None else "both"
-        raise ValueError(
-            f"{op}: {found} of teacher_input and teacher_logits were given, expected teacher_input with "
-            "teacher_weight, or teacher_logits"
+def _composite(name, divergence_of):
+    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
+
+    @by_name(getattr(torch.ops.liger, name).default)
+    def composite(a):
+        layer, teacher = (a.input, a.weight, a.target, a.bias), options_among(_Teacher, a)
+        options = options_among(_Options, a)
+        return _fused_linear_divergence(
+            name, divergence_of(a), *layer, teacher, a.token_weight, a.denominator, options
         )
-    if teacher_logits is None:
-        if teacher_weight is None:
-            raise ValueError(f"{op}: teacher_input was given without teacher_weight, expected both")
-        return teacher_input, "teacher_input"
-    for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
-        if tensor is not None:
-            raise ValueError(f"{op}: {name} was given with teacher_logits, expected it with teacher_input")
-    return teacher_logits, "teacher_logits"
-
-
-def _of_divergence(
-    op, divergence, input, weight, target, bias, teacher_input, teacher_weight, teacher_bias, teacher_logits,
-    token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
-):  # fmt: skip
-    teacher, name = _teacher(op, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    return _fused_linear_divergence(
-        op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, *divergence,
-        temperature, ignore_index, reduction, accum_dtype, memory_budget, name,
-    )  # fmt: skip
-
-
-def _kl_div(reverse: bool) -> tuple[str, float]:
-    return "reverse_kl" if reverse else "forward_kl", 0.5
-
-
-def _jsd(beta: float) -> tuple[str, float]:
-    return jsd_divergence(beta), beta
-
-
-def _composite(op, divergence_of, default):
-    """The op of ``torch.ops.liger``; the option after the teacher selects the divergence."""
-
-    def composite(
-        input, weight, target=None, bias=None, teacher_input=None, teacher_weight=None, teacher_bias=None,
-        teacher_logits=None, option=default, token_weight=None, denominator=None, ignore_index=-100, reduction="mean",
-        accum_dtype=None, memory_budget=None, temperature=1.0,
-    ):  # fmt: skip
-        return _of_divergence(
-            op, divergence_of(option), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
-            teacher_logits, token_weight, denominator, ignore_index, reduction, accum_dtype, memory_budget, temperature,
-        )  # fmt: skip
 
     return composite
 
 
 _library = torch.library.Library("liger", "IMPL")
-for _op, _divergence_of, _default in (
-    ("fused_linear_kl_div", _kl_div, False),
-    ("fused_linear_jsd", _jsd, 0.5),
-):
-    _library.impl(_op, _composite(_op, _divergence_of, _default), "CompositeImplicitAutograd")
+for _op, _divergence_of in {
+    "fused_linear_kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
+    "fused_linear_jsd": lambda a: (jsd_divergence(a.beta), a.beta),
+}.items():
+    _library.impl(_op, _composite(_op, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -266,11 +275,21 @@ def fused_linear_kl_div(
         >>> loss = liger.fused_linear_kl_div(input, weight, target, **teacher)
     """
     check_budget_variable(memory_budget)
-    return _of_divergence(
-        "fused_linear_kl_div", _kl_div(reverse), input, weight, target, bias, teacher_input, teacher_weight,
-        teacher_bias, teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction,
-        accum_dtype, memory_budget, temperature,
-    )  # fmt: skip
+    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
+    denominator, divergence = denominator_tensor(denominator, input), (kl_divergence(reverse), 0.5)
+    return _fused_linear_divergence(
+        "fused_linear_kl_div",
+        divergence,
+        input,
+        weight,
+        target,
+        bias,
+        teacher,
+        token_weight,
+        denominator,
+        options,
+    )
 
 
 @arguments(**DIVERGENCE_OPTIONS)
@@ -313,8 +332,18 @@ def fused_linear_jsd(
         >>> loss = liger.fused_linear_jsd(input, weight, target, beta=0.1, **teacher)
     """
     check_budget_variable(memory_budget)
-    return _of_divergence(
-        "fused_linear_jsd", _jsd(beta), input, weight, target, bias, teacher_input, teacher_weight, teacher_bias,
-        teacher_logits, token_weight, denominator_tensor(denominator, input), ignore_index, reduction, accum_dtype,
-        memory_budget, temperature,
-    )  # fmt: skip
+    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
+    denominator, divergence = denominator_tensor(denominator, input), (jsd_divergence(beta), beta)
+    return _fused_linear_divergence(
+        "fused_linear_jsd",
+        divergence,
+        input,
+        weight,
+        target,
+        bias,
+        teacher,
+        token_weight,
+        denominator,
+        options,
+    )

@@ -43,6 +43,11 @@ class Terms(NamedTuple):
         return options_among(cls, arguments)
 
     @property
+    def distance(self):
+        """(divergence, beta, temperature)"""
+        return self[:3]
+
+    @property
     def has_separate_ce(self):
         """True if cross entropy uses another softmax than the distance, so that its gradient is computed
         separately."""
@@ -165,18 +170,19 @@ def _hard_rows(terms, rows):
 
 
 def _distance(terms, rows):
-    return torch.ops.liger.divergence_forward.default(
-        rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
-        terms.temperature, False, rows.targets.ignore_index, True, False,
-    )[:2]  # fmt: skip
+    divergence, weights = (*terms.distance, False), rows.weights.soft
+    tensors, ignore_index = (rows.logits, rows.teacher, rows.targets.target), rows.targets.ignore_index
+    forward = torch.ops.liger.divergence_forward.default
+    return forward(*tensors, weights, *divergence, ignore_index, True, False)[:2]
 
 
 def _shared_softmax_rows(terms, rows):
     if rows.gradient is not None:
+        tensors = rows.logits, rows.teacher, rows.targets.target, rows.weights.soft
+        divergence, ratio = terms.distance, terms.hard / terms.soft
         soft, hard = divergence_ce_forward_(
-            rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
-            terms.temperature, terms.hard / terms.soft, rows.targets.ignore_index, rows.gradient,
-        )  # fmt: skip
+            *tensors, *divergence, ratio, rows.targets.ignore_index, rows.gradient
+        )
         return soft, hard if terms.hard else None
     soft, stats = _distance(terms, rows)
     if not terms.hard:
@@ -197,10 +203,8 @@ def _tempered_rows(terms, rows):
         some = slice(begin, begin + _CE_GRADIENT_ROWS)
         logits, targets, weights = rows.logits[some], rows.targets.at(some), rows.weights.at(some)
         ce_gradient = backward(logits, *targets.ce_coefficients(stats[:, some], weights.hard))
-        soft[some] = divergence_forward_(
-            logits, rows.teacher[some], targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature,
-            False, targets.ignore_index, True,
-        )  # fmt: skip
+        tensors, divergence = (logits, rows.teacher[some], targets.target, weights.soft), terms.distance
+        soft[some] = divergence_forward_(*tensors, *divergence, False, targets.ignore_index, True)
         torch.add(logits, ce_gradient, out=rows.gradient[some])
     return soft, hard
 

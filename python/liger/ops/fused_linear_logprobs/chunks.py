@@ -24,9 +24,9 @@ from ..._core.head.kept_logits import (
 )
 from ..._core.head.lm_head import HeadOptions, RowStatistics
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import check_classes
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.tensors import check_classes
 from ..fused_linear_ce.op import fused_linear_ce_forward
 
 _OP = "fused_linear_logprobs"
@@ -55,11 +55,11 @@ def fused_linear_logprobs_forward(a):
         kept = new_kept(NOTHING, input, weight, wide, False, None)
         return results[4], results[5], results[3], log_sum_sq_probs, mean_logits, *kept
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
-        results = torch.ops.liger_sm90.logprobs_forward.default(
-            input, weight, target, options.ignore_index, options.temperature, budget_or_default(options.memory_budget),
-            requested.entropy, requested.argmax, keep == EXPONENTIALS, a.need_grad_weight, log_sum_sq_probs,
-            mean_logits,
-        )  # fmt: skip
+        budget = budget_or_default(options.memory_budget)
+        head = options.ignore_index, options.temperature, budget
+        flags = requested.entropy, requested.argmax, keep == EXPONENTIALS, a.need_grad_weight
+        forward = torch.ops.liger_sm90.logprobs_forward.default
+        results = forward(input, weight, target, *head, *flags, log_sum_sq_probs, mean_logits)
         kept = new_kept(NOTHING, input, weight, wide, False, None) if nothing else results[3:]
         return *results[:3], log_sum_sq_probs, mean_logits, *kept
     head = options.head(weight, bias)
@@ -121,11 +121,11 @@ def fused_linear_logprobs_backward(a):
         budget = min(budget, budget_or_default(None))
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         no_rows = input.new_empty(0)
-        grads = torch.ops.liger_sm90.logprobs_backward.default(
-            a.grad_logprobs.contiguous(), grad_entropy if grad_entropy is None else grad_entropy.contiguous(),
-            no_rows if nothing else kept, no_rows if nothing else kept_rows, input, weight, target,
-            options.ignore_index, options.temperature, budget, a.need_grad_input, a.need_grad_weight,
-        )  # fmt: skip
+        upstream = [g if g is None else g.contiguous() for g in (a.grad_logprobs, grad_entropy)]
+        forward_results = (no_rows, no_rows) if nothing else (kept, kept_rows)
+        head = options.ignore_index, options.temperature, budget, a.need_grad_input, a.need_grad_weight
+        backward = torch.ops.liger_sm90.logprobs_backward.default
+        grads = backward(*upstream, *forward_results, input, weight, target, *head)
         return *grads, input.new_empty(0)
 
     def kept_statistics(at):

@@ -27,26 +27,21 @@ from ..._core.head.kept_logits import NOTHING, check_keep, choose, new_kept
 from ..._core.head.lm_head import HeadOptions
 from ..._core.head.results import fake_gradients, fake_logprobs
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
-    FLAG,
-    HEAD,
-    LORA,
-    SHARDS,
-    LayerNames,
-    arguments,
-    check_accum_dtype,
-    check_given_classes,
-    check_ignore_index,
-    check_layer,
-    check_logits_dtype,
-    names_among,
-)
+from ..._core.op.arguments import FLAG, HEAD, LORA, SHARDS, arguments, names_among
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import flatten_rows
 from ..._core.op.named_results import serialisable
+from ..._core.op.tensors import (
+    LayerNames,
+    check_accum_dtype,
+    check_given_classes,
+    check_ignore_index,
+    check_layer,
+    check_logits_dtype,
+)
 from ..._core.op.types import LogProbMetric, LogProbOptions
 from ..._core.runtime.memory_budget import check_budget_variable
 from ..fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight
@@ -130,10 +125,10 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     needed = [ctx.needs_input_grad[i] for i in positions]
     *tensors, kept, kept_rows = ctx.saved_tensors
     options = ctx.options
-    grads = torch.ops.liger.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, *tensors, *options.of_logits, options.accum_dtype, options.memory_budget, *needed,
-        ctx.keep, kept, kept_rows, options.logits_dtype,
-    )  # fmt: skip
+    head = *options.of_logits, options.accum_dtype, options.memory_budget
+    kept = ctx.keep, kept, kept_rows, options.logits_dtype
+    backward = torch.ops.liger.fused_linear_logprobs_backward.default
+    grads = backward(grad_logprobs, grad_entropy, *tensors, *head, *needed, *kept)
     return at_positions(_ARGUMENTS, positions, grads, needed)
 
 
@@ -144,11 +139,22 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 
 def logprobs_of_layer(
-    op, names, input, weight, target, bias, options, metrics=_NO_METRICS, recompute=None,
-    accumulate_grad_weight=False, lora=None, shards=None,
-):  # fmt: skip
+    op,
+    names,
+    layer,
+    options,
+    metrics=_NO_METRICS,
+    recompute=None,
+    accumulate_grad_weight=False,
+    lora=None,
+    shards=None,
+):
     """The fields of :class:`LogProbs` as in :func:`fused_linear_logprobs`, with the argument names of another
-    function in messages. ``options``: :class:`HeadOptions`."""
+    function in messages.
+
+    ``layer``: (input, weight, target, bias). ``options``: :class:`HeadOptions`.
+    """
+    input, weight, target, bias = layer
     check_budget_variable(options.memory_budget)
     check_logits_dtype(op, names.input, input, options.logits_dtype)
     check_ignore_index(op, names.target, target, options.ignore_index)
@@ -180,10 +186,9 @@ def logprobs_of_layer(
     keep, budget = NOTHING, options.memory_budget
     if any(needs_grad):
         keep = choose(rows, weight, bias, options.softcap, budget, recompute, float32)
-    results = _forward_op(
-        rows, weight, flat, bias, options.temperature, options.ignore_index, options.softcap, budget, *metrics, keep,
-        needs_grad[1], options.logits_dtype, options.accum_dtype,
-    )[:5]  # fmt: skip
+    head = options.temperature, options.ignore_index, options.softcap, budget
+    dtypes = options.logits_dtype, options.accum_dtype
+    results = _forward_op(rows, weight, flat, bias, *head, *metrics, keep, needs_grad[1], *dtypes)[:5]
     if parameter is not None:
         outputs = results[: 1 + metrics.entropy]
         logprobs, *others = logprobs_adding_grad_weight(
@@ -315,17 +320,18 @@ def fused_linear_logprobs(
     lora = None
     if lora_a is not None or lora_b is not None:
         lora = lora_a, lora_b, lora_scale
-        check_lora(
-            _OP, _NAMES[:2], input, weight, lora_a, lora_b,
-            accumulate_grad_weight=(accumulate_grad_weight, (False,)), recompute=(recompute, (None, True)),
-        )  # fmt: skip
+        refused = {
+            "accumulate_grad_weight": (accumulate_grad_weight, (False,)),
+            "recompute": (recompute, (None, True)),
+        }
+        check_lora(_OP, _NAMES[:2], input, weight, lora_a, lora_b, **refused)
     shards = given_shards(group, vocab_start, vocab_size)
     refuse_with_shards(
         _OP, shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a, recompute=recompute
     )
     options = HeadOptions(temperature, ignore_index, softcap, accum_dtype, memory_budget, logits_dtype)
+    layer, wanted = (input, weight, target, bias), LogProbMetrics.named(metrics)
     results = logprobs_of_layer(
-        _OP, _NAMES, input, weight, target, bias, options, LogProbMetrics.named(metrics), recompute,
-        accumulate_grad_weight, lora, shards,
-    )  # fmt: skip
+        _OP, _NAMES, layer, options, wanted, recompute, accumulate_grad_weight, lora, shards
+    )
     return LogProbs(*results) if metrics else results[0]

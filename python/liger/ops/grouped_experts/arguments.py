@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of the shapes, dtypes, devices and options of grouped_experts, with the names of its arguments."""
 
+from typing import Any
+
 import torch
 
-from ..._core.op.arguments import (
-    POSITIVE,
-    check,
+from ..._core.op.arguments import FLAG, POSITIVE, check, choice
+from ..._core.op.tensors import (
     check_device,
     check_floating,
     check_like,
     check_shape,
-    choice,
     wrong_dtype,
     wrong_shape,
 )
 from ..._core.op.types import ExpertActivation
 
 OP = "grouped_experts"
+OPTIONS: dict[str, Any] = {
+    "activation": choice(ExpertActivation),
+    **dict.fromkeys(("is_transposed", "is_interleaved", "recompute"), FLAG),
+    **dict.fromkeys(("alpha", "limit"), POSITIVE),
+}
 
 
 def sizes_of(down_proj, is_transposed):
@@ -48,9 +53,10 @@ def _check_routing(x, top_k_index, top_k_weights):
         )
 
 
-def check_experts(
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate, is_transposed
-):  # fmt: skip
+def check_experts(a):
+    """Checks the arguments of the op ``grouped_experts_forward``."""
+    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = a[:7]
+    is_transposed = a.is_transposed
     _check_routing(x, top_k_index, top_k_weights)
     hidden, order = x.shape[-1], "(E, I, H)" if is_transposed else "(E, H, I)"
     if (
@@ -72,6 +78,5 @@ def check_experts(
         parameters["down_proj_bias"] = down_proj_bias
     for name, tensor in parameters.items():
         check_like(OP, name, tensor, "x", x)
-    check(OP, "activation", gate.activation, choice(ExpertActivation))
-    for name, value in (("alpha", gate.alpha), ("limit", gate.limit)):
-        check(OP, name, value, POSITIVE, optional=name == "limit")
+    for name in ("activation", "alpha", "limit"):
+        check(OP, name, getattr(a, name), OPTIONS[name], optional=name == "limit")

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.matmul import product as wide_product
-from ..._core.op.arguments import FLAG, POSITIVE, arguments, choice
+from ..._core.op.arguments import arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import (
     at_positions,
@@ -26,11 +26,16 @@ from ..._core.op.autograd import (
     without_base,
 )
 from ..._core.op.backend import register_portable
+from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import ExpertActivation
-from .arguments import OP, check_experts, sizes_of
+from .arguments import OP, OPTIONS, check_experts, sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups, sum_groups
 from .routing import Gate, Routing, row_products
+
+# The first inputs of grouped_experts_forward are tensors; top_k_index, the second, has no gradient.
+_TENSORS = 7
+_INDEX = 1
 
 # --- kernels ------------------------------------------------------------------------------------------------
 
@@ -52,14 +57,11 @@ def _first_gemm(rows, routing, gate_up_proj, bias, is_transposed):
     return gate_up
 
 
-def grouped_experts_forward_kernel(
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, activation,
-    is_transposed, is_interleaved, alpha, limit, keep,
-):  # fmt: skip
-    gate = Gate(activation, is_interleaved, alpha, limit)
-    check_experts(
-        x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate, is_transposed
-    )  # fmt: skip
+@by_name(torch.ops.liger.grouped_experts_forward.default)
+def grouped_experts_forward_kernel(a):
+    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = a[:_TENSORS]
+    gate, is_transposed, keep = Gate.of_op(a), a.is_transposed, a.keep
+    check_experts(a)
     experts, hidden, intermediate = sizes_of(down_proj, is_transposed)
     if top_k_index.numel() == 0:
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
@@ -101,21 +103,23 @@ def _grad_of_routing(routing, grad_y, sums, down_proj_bias):
     return grad + biases.masked_fill_(routing.inverse == len(routing.order), 0)
 
 
-def _gradients(
-    kept, grad_y, x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias,
-    activation, is_transposed, is_interleaved, alpha, limit, need_x, need_weights, need_gate_up, need_down,
-    need_gate_up_bias, need_down_bias,
-):  # fmt: skip
+def _gradient_shapes(a, new):
+    """New tensors for the gradients, by the method of this name; empty ones where none is needed."""
+    sources = a.x, a.top_k_weights, a.gate_up_proj, a.down_proj, a.gate_up_proj_bias, a.down_proj_bias
+    return tuple(
+        getattr(a.x if t is None else t, new)(t.shape if need else (0,))
+        for t, need in zip(sources, a.needs_grad, strict=True)
+    )
+
+
+def _gradients(kept, a):
     """The gradients. ``kept``: a list with gate and up, which are overwritten; it is emptied to free them
     early."""
-    if top_k_index.numel() == 0:
-        sources = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-        needed = (need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias)
-        return tuple(
-            (x if t is None else t).new_zeros(t.shape if need else 0)
-            for t, need in zip(sources, needed, strict=True)
-        )
-    gate = Gate(activation, is_interleaved, alpha, limit)
+    if a.top_k_index.numel() == 0:
+        return _gradient_shapes(a, "new_zeros")
+    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = a[2:9]
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = a.needs_grad
+    gate, grad_y, is_transposed = Gate.of_op(a), a.grad_y, a.is_transposed
     experts, hidden, _ = sizes_of(down_proj, is_transposed)
     flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
     routing, grad_flat = Routing(index, experts), grad_y.reshape(-1, hidden)
@@ -168,8 +172,12 @@ def _gradients(
     return grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias
 
 
-def grouped_experts_backward_kernel(grad_y, kept, *rest):
-    return _gradients([kept.clone()], grad_y, *rest)
+_backward_op = torch.ops.liger.grouped_experts_backward.default
+
+
+@by_name(_backward_op)
+def grouped_experts_backward_kernel(a):
+    return _gradients([a.kept.clone()], a)
 
 
 register_portable(
@@ -184,31 +192,19 @@ register_portable(
 
 
 @register_fake("liger::grouped_experts_forward")
-def _(
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, activation,
-    is_transposed, is_interleaved, alpha, limit, keep,
-):  # fmt: skip
-    columns = 2 * sizes_of(down_proj, is_transposed)[2]
-    return x.new_empty(x.shape), x.new_empty(top_k_index.numel() + 1 if keep else 0, columns)
+@by_name(torch.ops.liger.grouped_experts_forward.default)
+def _(a):
+    columns = 2 * sizes_of(a.down_proj, a.is_transposed)[2]
+    return a.x.new_empty(a.x.shape), a.x.new_empty(a.top_k_index.numel() + 1 if a.keep else 0, columns)
 
 
 @register_fake("liger::grouped_experts_backward")
-def _(
-    grad_y, kept, x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias,
-    activation, is_transposed, is_interleaved, alpha, limit, *needed,
-):  # fmt: skip
-    sources = (x, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-    return tuple(
-        (x if t is None else t).new_empty(t.shape if need else (0,))
-        for t, need in zip(sources, needed, strict=True)
-    )
+@by_name(_backward_op)
+def _(a):
+    return _gradient_shapes(a, "new_empty")
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
-
-# The first inputs of grouped_experts_forward are tensors; top_k_index, the second, has no gradient.
-_TENSORS = 7
-_INDEX = 1
 
 
 def _setup(ctx, inputs, output):
@@ -220,9 +216,9 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(OP)
 def _backward(ctx, grad_y, _grad_kept):
-    arguments = len(ctx.needs_input_grad)
+    count = len(ctx.needs_input_grad)
     if grad_y is None:
-        return (None,) * arguments
+        return (None,) * count
     differentiable_inputs = [i for i in range(_TENSORS) if i != _INDEX]
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
@@ -234,10 +230,11 @@ def _backward(ctx, grad_y, _grad_kept):
         increment_version(saved[:1])
         kept, saved = [saved[0].detach()], saved[1:]
         ctx.maybe_clear_saved_tensors()
-        grads = _gradients(kept, grad_y, *saved, *ctx.options, *needed)
+        arguments = arguments_type(_backward_op)(grad_y, None, *saved, *ctx.options, *needed)
+        grads = _gradients(kept, arguments)
     else:
-        grads = torch.ops.liger.grouped_experts_backward.default(grad_y, *saved, *ctx.options, *needed)
-    return at_positions(arguments, differentiable_inputs, grads, needed)
+        grads = _backward_op(grad_y, *saved, *ctx.options, *needed)
+    return at_positions(count, differentiable_inputs, grads, needed)
 
 
 _forward_op = differentiable(torch.ops.liger.grouped_experts_forward.default, _setup, _backward)
@@ -246,10 +243,7 @@ _forward_op = differentiable(torch.ops.liger.grouped_experts_forward.default, _s
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(
-    activation=choice(ExpertActivation), is_transposed=FLAG, is_interleaved=FLAG, alpha=POSITIVE, limit=POSITIVE,
-    recompute=FLAG,
-)  # fmt: skip
+@arguments(**OPTIONS)
 def grouped_experts(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -318,10 +312,9 @@ def grouped_experts(
     """
     x, *parameters = autocast_operands(x, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
     keep = not recompute and any(wants_grad(x, top_k_weights, *parameters))
-    return _forward_op(
-        x, top_k_index, top_k_weights, *parameters, activation, is_transposed, is_interleaved, float(alpha),
-        limit if limit is None else float(limit), keep,
-    )[0]  # fmt: skip
+    limit = limit if limit is None else float(limit)
+    options = activation, is_transposed, is_interleaved, float(alpha), limit
+    return _forward_op(x, top_k_index, top_k_weights, *parameters, *options, keep)[0]
 
 
 _library = torch.library.Library("liger", "IMPL")

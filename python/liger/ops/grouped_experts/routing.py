@@ -11,6 +11,7 @@ import torch
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
 from ..._core.op.backend import triton_module_beside
+from ..._core.op.by_name import options_among
 from ..gated import GELU_NAMES
 from ..geglu import geglu, geglu_packed
 from ..swiglu import swiglu, swiglu_packed
@@ -131,6 +132,10 @@ class Gate(NamedTuple):
     is_interleaved: bool
     alpha: float
     limit: float | None
+
+    @classmethod
+    def of_op(cls, arguments):
+        return options_among(cls, arguments)
 
     def _halves(self, gate_up):
         if self.is_interleaved:

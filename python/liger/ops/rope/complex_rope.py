@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from ..._core.op.arguments import FLAG, INTEGER, arguments, check_device, dtype_name
+from ..._core.op.arguments import FLAG, INTEGER, arguments, dtype_name
+from ..._core.op.tensors import check_device
 from .op import check_heads, rope
 
 

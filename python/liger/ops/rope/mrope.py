@@ -13,16 +13,8 @@ from typing import Literal
 
 import torch
 
-from ..._core.op.arguments import (
-    FLAG,
-    INTEGER,
-    Rule,
-    arguments,
-    check_device,
-    check_floating,
-    check_like,
-    check_shape,
-)
+from ..._core.op.arguments import FLAG, INTEGER, Rule, arguments
+from ..._core.op.tensors import check_device, check_floating, check_like, check_shape
 from .op import check_heads, rope
 
 _AXES = 3  # time, height, width

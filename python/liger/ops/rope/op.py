@@ -14,16 +14,7 @@ from typing import Literal
 import torch
 
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.arguments import (
-    FLAG,
-    INTEGER,
-    arguments,
-    check,
-    check_floating,
-    check_like,
-    described,
-    wrong_shape,
-)
+from ..._core.op.arguments import FLAG, INTEGER, arguments, check, described
 from ..._core.op.autograd import (
     differentiable,
     forbid_autograd,
@@ -34,6 +25,7 @@ from ..._core.op.autograd import (
 )
 from ..._core.op.backend import register_family
 from ..._core.op.fakes import register_fake
+from ..._core.op.tensors import check_floating, check_like, wrong_shape
 from ..._core.op.vmap import to_front
 
 

@@ -14,9 +14,10 @@ import torch
 
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.memory_format import laid_out_like
-from ..._core.op.arguments import FINITE, FLAG, INTEGER, NOT_NEGATIVE, TEXT, arguments, check
+from ..._core.op.arguments import FLAG, INTEGER, NORM, arguments, check
 from ..._core.op.autograd import differentiable, differentiable_once
 from ..._core.op.backend import register_family
+from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import CastingMode
 from ..._core.op.vmap import to_front
@@ -40,10 +41,11 @@ def qk_norm_rope_torch(
     return apply(q, q_weight), apply(k, k_weight)
 
 
-def qk_norm_rope_backward_torch(
-    grad_q_out, grad_k_out, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, interleaved,
-    need_grad_q, need_grad_k, need_grad_q_weight, need_grad_k_weight,
-):  # fmt: skip
+@by_name(torch.ops.liger.qk_norm_rope_backward.default)
+def qk_norm_rope_backward_torch(a):
+    grad_q_out, grad_k_out, q, k, q_weight, k_weight, cos, sin, *options = a[:12]
+    eps, offset, casting_mode, interleaved = options
+    need_grad_q, need_grad_k, need_grad_q_weight, need_grad_k_weight = a.needs_grad
     torch.ops.liger.check_qk_norm_rope(
         "qk_norm_rope_backward", q, k, q_weight, k_weight, cos, sin, casting_mode, eps, offset
     )
@@ -84,18 +86,18 @@ def _(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="ll
 
 
 @register_fake("liger::qk_norm_rope_backward")
-def _(
-    grad_q_out, grad_k_out, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, interleaved,
-    need_grad_q, need_grad_k, need_grad_q_weight, need_grad_k_weight,
-):  # fmt: skip
+@by_name(torch.ops.liger.qk_norm_rope_backward.default)
+def _(a):
+    need_grad_q, need_grad_k, need_grad_q_weight, need_grad_k_weight = a.needs_grad
+
     def of_weight(x, weight, need):
         return x.new_empty(0) if weight is None else weight.new_empty(weight.shape[0] if need else 0)
 
     return (
-        torch.empty_like(q) if need_grad_q else q.new_empty(0),
-        torch.empty_like(k) if need_grad_k else k.new_empty(0),
-        of_weight(q, q_weight, need_grad_q_weight),
-        of_weight(k, k_weight, need_grad_k_weight),
+        torch.empty_like(a.q) if need_grad_q else a.q.new_empty(0),
+        torch.empty_like(a.k) if need_grad_k else a.k.new_empty(0),
+        of_weight(a.q, a.q_weight, need_grad_q_weight),
+        of_weight(a.k, a.k_weight, need_grad_k_weight),
     )
 
 
@@ -175,10 +177,7 @@ torch.library.register_vmap("liger::qk_norm_rope", _batched)
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(
-    late=True, optional=("q_weight", "k_weight"), eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT,
-    unsqueeze_dim=INTEGER, interleaved=FLAG,
-)  # fmt: skip
+@arguments(late=True, optional=("q_weight", "k_weight"), unsqueeze_dim=INTEGER, interleaved=FLAG, **NORM)
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,

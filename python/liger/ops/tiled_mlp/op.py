@@ -22,6 +22,7 @@ from ..._core.op.arguments import BYTES, INTEGER, arguments, choice
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
 from ..._core.op.backend import register_portable
+from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import Activation
 from ..._core.runtime.memory_budget import check_budget_variable
@@ -35,6 +36,9 @@ from .shards import (
     gated_product,
     slices,
 )
+
+_FORWARD = torch.ops.liger.tiled_mlp_forward.default
+_BACKWARD = torch.ops.liger.tiled_mlp_backward.default
 
 # --- kernels ------------------------------------------------------------------------------------------------
 
@@ -57,15 +61,13 @@ def _new_kept(x, problem, tiles):
     return x.new_empty(rows, 2 * half), x.new_empty(0, half)
 
 
-def tiled_mlp_forward_kernel(
-    x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep
-):  # fmt: skip
-    torch.ops.liger.check_tiled_mlp(
-        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget
-    )  # fmt: skip
+@by_name(_FORWARD)
+def tiled_mlp_forward_kernel(a):
+    x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation = a[:8]
+    torch.ops.liger.check_tiled_mlp(*a[:10])
     problem = _problem(x, up_weight, down_weight)
     rows, hidden, intermediate = problem[:3]
-    tiles = plan_tiles(problem, num_shards, memory_budget, keep)
+    tiles = plan_tiles(problem, a.num_shards, a.memory_budget, a.keep)
     projections = Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
     # Results of a node that are views could not be written in place.
     result = x.new_empty(x.shape)
@@ -181,15 +183,14 @@ def _results_of_one_shard(kept, x, projections):
     return results
 
 
-def _gradients(
-    kept, grad_y, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards, memory_budget,
-    *needed,
-):  # fmt: skip
+def _gradients(kept, a):
     """The gradients. ``kept``: the list of the activations that the forward kept. They are overwritten, and a
     backward of one shard empties the list to free them early."""
+    grad_y, x, gate_weight, up_weight, down_weight = a.grad_y, a.x, a.gate_weight, a.up_weight, a.down_weight
+    gate_bias, up_bias, activation, needed = a.gate_bias, a.up_bias, a.activation, a.needs_grad
     problem = _problem(x, up_weight, down_weight)
     rows, hidden, intermediate = problem[:3]
-    tiles = plan_tiles(problem, num_shards, memory_budget)
+    tiles = plan_tiles(problem, a.num_shards, a.memory_budget)
     projections = Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
     # LIGER_MEMORY_BUDGET may have changed since the forward, so the kept activations decide.
     single = tiles.has_one(rows) or kept[1].shape[0] > 0
@@ -216,9 +217,10 @@ def _gradients(
     return grad_x, *(gradient.result() for gradient in work.parameters)
 
 
-def tiled_mlp_backward_kernel(grad_y, kept, kept_up, *rest):
-    copies = [t.clone(memory_format=torch.contiguous_format) for t in (kept, kept_up)]
-    return _gradients(copies, grad_y, *rest)
+@by_name(_BACKWARD)
+def tiled_mlp_backward_kernel(a):
+    copies = [t.clone(memory_format=torch.contiguous_format) for t in (a.kept, a.kept_up)]
+    return _gradients(copies, a)
 
 
 register_portable(
@@ -233,24 +235,22 @@ register_portable(
 
 
 @register_fake("liger::tiled_mlp_forward")
-def _(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep):  # fmt: skip # noqa: E501
-    problem = _problem(x, up_weight, down_weight)
+@by_name(_FORWARD)
+def _(a):
+    problem = _problem(a.x, a.up_weight, a.down_weight)
     # Planned only if needed, because a plan adds guards for a dynamic number of tokens.
-    may_keep = keep and (num_shards is None or memory_budget is not None)
-    tiles = plan_tiles(problem, num_shards, memory_budget) if may_keep else None
-    return x.new_empty(x.shape), *_new_kept(x, problem, tiles)
+    may_keep = a.keep and (a.num_shards is None or a.memory_budget is not None)
+    tiles = plan_tiles(problem, a.num_shards, a.memory_budget) if may_keep else None
+    return a.x.new_empty(a.x.shape), *_new_kept(a.x, problem, tiles)
 
 
-def _fake_backward(
-    grad_y, kept, kept_up, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards,
-    memory_budget, *needed,
-):  # fmt: skip
-    down_bias = x.new_empty(x.shape[-1])
-    sources = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    return tuple(x.new_empty(t.shape if need else (0,)) for t, need in zip(sources, needed, strict=True))
-
-
-register_fake("liger::tiled_mlp_backward")(_fake_backward)
+@register_fake("liger::tiled_mlp_backward")
+@by_name(_BACKWARD)
+def _(a):
+    down_bias = a.x.new_empty(a.x.shape[-1])
+    sources = (a.x, a.gate_weight, a.up_weight, a.down_weight, a.gate_bias, a.up_bias, down_bias)
+    needed = zip(sources, a.needs_grad, strict=True)
+    return tuple(a.x.new_empty(t.shape if need else (0,)) for t, need in needed)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
@@ -281,14 +281,15 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
         increment_version(saved[:2])
         kept, saved = [t.detach() for t in saved[:2]], saved[2:]
         ctx.maybe_clear_saved_tensors()
-        grads = _gradients(kept, grad_y, *saved, *ctx.options, *needed)
+        arguments = arguments_type(_BACKWARD)(grad_y, None, None, *saved, *ctx.options, *needed)
+        grads = _gradients(kept, arguments)
     else:
-        grads = torch.ops.liger.tiled_mlp_backward.default(grad_y, *saved, *ctx.options, *needed)
+        grads = _BACKWARD(grad_y, *saved, *ctx.options, *needed)
     result[:_TENSORS] = (grad if need else None for grad, need in zip(grads, needed, strict=True))
     return tuple(result)
 
 
-_forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, _backward)
+_forward_op = differentiable(_FORWARD, _setup, _backward)
 
 
 def _check_shards(x, gate_weight, num_shards):

@@ -67,10 +67,8 @@ def _operator(name):
     return method
 
 
-for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg", "pow", "getitem",
-    "len", "iter",
-):  # fmt: skip
+_OPERATORS = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg pow getitem len iter"
+for _name in _OPERATORS.split():
     setattr(DeferredNorm, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -226,10 +226,8 @@ class _Trial:
                 return self._decide()
             except trials.ERRORS as error:
                 # The error message is about the stand-in, not about the model, so it is logged only.
-                logger.debug(
-                    "liger: no trial of a %s: %s: %s",
-                    type(self.module).__name__, type(error).__name__, error,
-                )  # fmt: skip
+                kind, cause = type(self.module).__name__, type(error).__name__
+                logger.debug("liger: no trial of a %s: %s: %s", kind, cause, error)
                 return UNKNOWN
 
     def _decide(self):

@@ -96,8 +96,9 @@ class DeferredLogits:
 
 # As torch and torch.compile name the operators of a tensor and of a DeferredLogits.
 _ELEMENTWISE = (
-    operator.add, operator.mul, operator.truediv, torch.Tensor.add, torch.Tensor.mul, torch.Tensor.div,
-)  # fmt: skip
+    *(operator.add, operator.mul, operator.truediv),
+    *(torch.Tensor.add, torch.Tensor.mul, torch.Tensor.div),
+)
 
 
 # Wrappers of modules between head and loss (fully_shard) look for tensors in the results.
@@ -110,9 +111,15 @@ register_pytree_node(
 
 
 def _cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
     label_smoothing=0.0,
-):  # fmt: skip
+):
     """The loss, for the arguments of torch's cross entropy."""
     call = input.call
     plain = weight is size_average is reduce is None and reduction == "mean" and not label_smoothing

@@ -38,10 +38,9 @@ class GatedNormRecipe:
         size = None if self.group is None else getattr(module, self.group)
         if self.group == _GROUP_COUNT:
             size = x.shape[-1] // size
-        return rms_norm_gated(
-            x, gate, weight, getattr(module, self.eps_name), self.offset, self.casting_mode, size,
-            self.norm_before_gate, self.activation,
-        )  # fmt: skip
+        gating = size, self.norm_before_gate, self.activation
+        eps = getattr(module, self.eps_name)
+        return rms_norm_gated(x, gate, weight, eps, self.offset, self.casting_mode, *gating)
 
     def takes(self, x, gate, weight):
         if not isinstance(gate, torch.Tensor) or gate.shape != x.shape or x.dtype not in DTYPES:

@@ -14,9 +14,8 @@ from torch import nn
 SCALES = (1.0, 1e-3, 30.0, 1e4)
 
 # Exceptions that the code of a model may raise on a stand-in.
-ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+_MISUSE = AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError
+ERRORS = (ArithmeticError, RuntimeError, *_MISUSE)
 
 
 IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
@@ -49,13 +48,10 @@ def no_trial(module, error):
 
 # Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands
 # for.
-NO_HOOKS: dict[str, dict] = {
-    name: {}
-    for name in (
-        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-    )
-}  # fmt: skip
+_AFTER_FORWARD = "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called"
+_BEFORE_FORWARD = "_forward_pre_hooks _forward_pre_hooks_with_kwargs"
+_HOOKS = f"{_AFTER_FORWARD} {_BEFORE_FORWARD} _backward_hooks _backward_pre_hooks"
+NO_HOOKS: dict[str, dict] = {name: {} for name in _HOOKS.split()}
 
 
 class Projection:
