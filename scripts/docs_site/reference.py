@@ -180,7 +180,7 @@ def _wrapped(schema):
     """One argument and one result per line, where a schema does not fit on one."""
     name, _, rest = schema.partition("(")
     arguments, _, results = rest.rpartition(") -> ")
-    if len(schema) <= 100:
+    if len(schema) <= 84:  # the width of the page
         return schema
     return f"{name}(\n    " + ",\n    ".join(_split(arguments)) + f"\n) -> {results}"
 

@@ -39,6 +39,8 @@ BOOSTS = {
     "docs/troubleshooting.md": 4,
     **dict.fromkeys(("docs", "README.md"), 2),
 }
+# Their tables take the place of the table of contents.
+WIDE = ("docs/models.md",)
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
 _RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")
@@ -72,7 +74,8 @@ def stage(folder: Path) -> None:
 def _front_matter(path: Path) -> str:
     parents = {path.as_posix(), *(parent.as_posix() for parent in path.parents)}
     boost = next((weight for place, weight in BOOSTS.items() if place in parents), 1)
-    return f"---\nsearch:\n  boost: {boost}\n---\n\n"
+    hidden = "hide: [toc]\n" if path.as_posix() in WIDE else ""
+    return f"---\n{hidden}search:\n  boost: {boost}\n---\n\n"
 
 
 def _page_of(link: re.Match[str], rendered: dict[str, str]) -> str:
@@ -88,12 +91,12 @@ def indent_lists(text: str) -> str:
     """
     levels: list[int] = []
     result: list[str] = []
-    in_fence = in_paragraph = False
+    in_fence = in_paragraph = after_blank = False
     for line in text.splitlines():
         bare = line.lstrip()
         if not bare:
             result.append("")
-            in_paragraph = False
+            in_paragraph, after_blank = False, True
             continue
         indent = len(line) - len(bare)
         if not in_fence:
@@ -106,8 +109,10 @@ def indent_lists(text: str) -> str:
         if marker:
             levels.append(indent + marker.end())
         in_fence ^= bare.startswith("```")
-        # The next item of a list follows without a blank line.
-        in_paragraph = not levels
+        # The next item of a list follows without a blank line, but not after a further paragraph of an item.
+        further = (in_paragraph or after_blank) and not marker and not bare.startswith("```")
+        in_paragraph = not levels or further
+        after_blank = False
     return "\n".join(result) + "\n"
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import public_callables
 import pytest
@@ -80,6 +81,11 @@ def test_lists_are_indented_as_python_markdown_needs_them():
     assert module("stage").indent_lists(source) == expected
 
 
+def test_an_item_after_a_further_paragraph_is_an_item():
+    source = "- a\n\n  b\n  c\n- d\n- e\n"
+    assert module("stage").indent_lists(source) == "- a\n\n    b\n    c\n\n- d\n- e\n"
+
+
 def test_tables_follow_from_the_declarations():
     found = module("declared_tables").pages(ROOT)
     assert [path.name for path in found] == ["distributed.md", "errors.md"]
@@ -95,6 +101,28 @@ def test_result_files_are_the_newest_or_quoted():
     assert not module("result_pages").superseded(ROOT), (
         "python scripts/docs_site/result_pages.py archives them"
     )
+
+
+def test_the_header_has_the_version_and_pages_an_edit_link(tmp_path, monkeypatch):
+    hooks = module("hooks")
+    settings = {"site_name": "liger-ops", "repo_url": None, "edit_uri": None}
+    config = hooks.on_config(SimpleNamespace(**settings))
+    assert config.site_name == f"liger-ops {liger.__version__}"
+
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    for file, text in {
+        "python/liger/__init__.py": '__version__ = "1.2"\n',
+        "pyproject.toml": 'Repository = "https://host/us/liger-ops"\n',
+        "README.md": "",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    config = hooks.on_config(SimpleNamespace(**settings))
+    assert (config.repo_url, config.edit_uri) == ("https://host/us/liger-ops", "edit/main/")
+    for place, expected in {"README.md": "address", "api/liger.md": None}.items():
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=place), edit_url="address")
+        hooks.on_page_markdown("", page)
+        assert page.edit_url == expected
 
 
 def a_run(date, *ops, size="full"):
@@ -251,6 +279,16 @@ def test_addresses_within_the_site_exist(site):
                 missing.add((path.relative_to(site).as_posix(), address))
     assert not sorted(missing)
     assert len(pages) > 60
+
+
+@pytest.mark.slow
+def test_markdown_is_rendered(site):
+    """A list that is text, a fence that is text, a link that is text."""
+    for path in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", path.read_text(), flags=re.S)
+        paragraphs = re.findall(r"<p>.*?</p>", text, re.S)
+        raw = [p for p in paragraphs if re.search(r"\n(?:[-*]|\d+\.) |```|\]\(", p)]
+        assert not raw, (path, raw)
 
 
 @pytest.mark.slow
