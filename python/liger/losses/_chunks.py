@@ -120,14 +120,8 @@ class PortableChunks:
         weight, groups = args.head.weight, args.layout.groups
         gradients = None
         if not args.head.float32_logits:
-            gradients = Sm90LMHeadGradients.plan(
-                args.input,
-                weight,
-                args.head.bias,
-                args.needs_grad,
-                args.memory_budget,
-                group_rows=args.group_rows,
-            )
+            layer, budget = (args.input, weight, args.head.bias), args.memory_budget
+            gradients = Sm90LMHeadGradients.plan(*layer, args.needs_grad, budget, group_rows=args.group_rows)
         if gradients is not None:
             return cls(args, gradients.layout.chunk_rows // args.group_rows, gradients)
         if args.group_rows == 1 and not args.head.float32_logits:
@@ -218,15 +212,9 @@ class Sm90Chunks:
             return None
         if head.float32_logits or head.weight.dtype != args.input.dtype:
             return None
-        numbers, separate_rows, workspace_bytes = torch.ops.liger_sm90.plan.default(
-            args.input,
-            head.weight,
-            args.group_rows,
-            args.exact,
-            args.budget,
-            args.with_metrics,
-            *args.needs_grad[:2],
-        )
+        sizes = args.group_rows, args.exact, args.budget, args.with_metrics, *args.needs_grad[:2]
+        plan = torch.ops.liger_sm90.plan.default(args.input, head.weight, *sizes)
+        numbers, separate_rows, workspace_bytes = plan
         return cls(args, LinearCePlan.decode(numbers), separate_rows, workspace_bytes) if numbers else None
 
     def __init__(self, args, plan, separate_rows, workspace_bytes):

@@ -206,14 +206,8 @@ class DistillationLoss(nn.Module):
     def _distill_rows(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, denominator):
         # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast
         # them.
-        input, weight, bias, *heads = autocast_operands(
-            rows.input,
-            weight,
-            bias,
-            None if teacher_weight is None else teacher,
-            teacher_weight,
-            teacher_bias,
-        )
+        heads = None if teacher_weight is None else teacher, teacher_weight, teacher_bias
+        input, weight, bias, *heads = autocast_operands(rows.input, weight, bias, *heads)
         teacher = teacher if heads[0] is None else heads[0]
         check_accum_dtype(rows.op, NAMES_OF_HEAD.input, input, self.accum_dtype)
         check_layer(rows.op, NAMES_OF_HEAD, input, weight, bias, rows.target)

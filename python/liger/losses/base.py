@@ -252,14 +252,8 @@ class FusedLinearLoss(nn.Module):
         return logprobs.view(batch.token_shape)
 
     def _head_options(self) -> HeadOptions:
-        return HeadOptions(
-            self.temperature,
-            self.ignore_index,
-            self.softcap,
-            self.accum_dtype,
-            self.memory_budget,
-            self.logits_dtype,
-        )
+        logits = self.temperature, self.ignore_index, self.softcap
+        return HeadOptions(*logits, self.accum_dtype, self.memory_budget, self.logits_dtype)
 
     def reference_scores(
         self,

@@ -261,11 +261,6 @@ class FusedLinearTopKLoss(DistillationLoss):
         check_indices(rows.op, "teacher_indices", teacher_indices)
         if teacher_logprobs.shape[-1] == 0:
             raise wrong_shape(rows.op, "teacher_logprobs", teacher_logprobs, "(..., k) of at least one class")
-        check_shape(
-            rows.op,
-            "teacher_indices",
-            teacher_indices,
-            teacher_logprobs.shape,
-            "the shape of teacher_logprobs",
-        )
+        shape, of = teacher_logprobs.shape, "the shape of teacher_logprobs"
+        check_shape(rows.op, "teacher_indices", teacher_indices, shape, of)
         return self._distill_rows(rows, weight, logprobs, None, indices, bias, None, denominator)

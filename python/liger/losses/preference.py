@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -82,14 +82,9 @@ class FusedLinearDPOLoss(PreferenceLoss):
         average_log_prob: bool = False,
         **options: Unpack[LossOptions],
     ) -> None:
-        super().__init__(
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=average_log_prob,
-            use_ref_model=use_ref_model,
-            **options,
-        )
+        scales: Any = {"beta": beta, "alpha": alpha, "average_log_prob": average_log_prob}
+        flags: Any = {"compute_nll_loss": compute_nll_loss, "use_ref_model": use_ref_model}
+        super().__init__(**scales, **flags, **options)
         self.loss_type = check_choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
         if loss_type in ("ipo", "sppo_hard"):
             # Their target margin is inversely proportional to beta.
@@ -175,14 +170,9 @@ class FusedLinearORPOLoss(PreferenceLoss):
         use_ref_model: bool = False,
         **options: Unpack[LossOptions],
     ) -> None:
-        super().__init__(
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=True,
-            use_ref_model=use_ref_model,
-            **options,
-        )
+        scales: Any = {"beta": beta, "alpha": alpha, "average_log_prob": True}
+        flags: Any = {"compute_nll_loss": compute_nll_loss, "use_ref_model": use_ref_model}
+        super().__init__(**scales, **flags, **options)
 
     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
         log_odds = chosen_logps - rejected_logps - (_log1mexp(chosen_logps) - _log1mexp(rejected_logps))
@@ -227,14 +217,9 @@ class FusedLinearCPOLoss(PreferenceLoss):
         use_ref_model: bool = False,
         **options: Unpack[LossOptions],
     ) -> None:
-        super().__init__(
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=average_log_prob,
-            use_ref_model=use_ref_model,
-            **options,
-        )
+        scales: Any = {"beta": beta, "alpha": alpha, "average_log_prob": average_log_prob}
+        flags: Any = {"compute_nll_loss": compute_nll_loss, "use_ref_model": use_ref_model}
+        super().__init__(**scales, **flags, **options)
         self.loss_type = check_choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
         if loss_type == "ipo":
             check(type(self).__name__, "beta", beta, POSITIVE)
@@ -281,14 +266,9 @@ class FusedLinearSimPOLoss(PreferenceLoss):
         use_ref_model: bool = False,
         **options: Unpack[LossOptions],
     ) -> None:
-        super().__init__(
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            average_log_prob=True,
-            use_ref_model=use_ref_model,
-            **options,
-        )
+        scales: Any = {"beta": beta, "alpha": alpha, "average_log_prob": True}
+        flags: Any = {"compute_nll_loss": compute_nll_loss, "use_ref_model": use_ref_model}
+        super().__init__(**scales, **flags, **options)
         self.gamma, self.label_smoothing = gamma, label_smoothing
 
     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):

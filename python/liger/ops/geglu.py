@@ -10,11 +10,8 @@ from .._core.op.backend import register_family
 from .._core.op.types import Approximate
 from . import gated
 
-register_family(
-    "geglu",
-    gated.torch_kernels("geglu", lambda approximate="none": gated.GELU_NAMES[approximate]),
-    "liger.triton_kernels.geglu",
-)
+_ACTIVATIONS = {(): "gelu", **{(approximate,): name for approximate, name in gated.GELU_NAMES.items()}}
+register_family("geglu", gated.torch_kernels("geglu", _ACTIVATIONS), "liger.triton_kernels.geglu")
 _geglu, _geglu_packed = gated.gated_forms("geglu")
 
 

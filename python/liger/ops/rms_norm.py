@@ -94,17 +94,8 @@ def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_
 def fused_add_rms_norm_backward_torch(
     grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):
-    grad_x, grad_weight = norm_gradients(
-        grad_y,
-        new_residual,
-        weight,
-        rstd,
-        offset,
-        casting_mode,
-        grad_new_residual,
-        need_grad_x,
-        need_grad_weight,
-    )
+    upstream, needed = (grad_y, new_residual, weight, rstd), (need_grad_x, need_grad_weight)
+    grad_x, grad_weight = norm_gradients(*upstream, offset, casting_mode, grad_new_residual, *needed)
     x = new_residual
     grad_x = x.new_empty(0) if grad_x is None else laid_out_like(x, grad_x)
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)

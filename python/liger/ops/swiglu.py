@@ -9,7 +9,7 @@ from .._core.op.arguments import FLAG, arguments
 from .._core.op.backend import register_family
 from . import gated
 
-register_family("swiglu", gated.torch_kernels("swiglu", lambda: "silu"), "liger.triton_kernels.swiglu")
+register_family("swiglu", gated.torch_kernels("swiglu", {(): "silu"}), "liger.triton_kernels.swiglu")
 _swiglu, _swiglu_packed = gated.gated_forms("swiglu")
 
 

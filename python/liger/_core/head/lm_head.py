@@ -71,12 +71,8 @@ class HeadOptions(NamedTuple):
         range."""
         check(op, "temperature", self.temperature, POSITIVE)
         # The check of fused_linear_ce has the same conditions.
-        options = CEOptions(
-            softcap=self.softcap,
-            reduction="sum",
-            accum_dtype=self.accum_dtype,
-            memory_budget=self.memory_budget,
-        )
+        limits = {"accum_dtype": self.accum_dtype, "memory_budget": self.memory_budget}
+        options = CEOptions(softcap=self.softcap, reduction="sum", **limits)
         options.check_linear(input, weight, target, bias, op, self.logits_dtype)
 
 

@@ -133,9 +133,8 @@ class _Options(NamedTuple):
     temperature: float
 
 
-def _fused_linear_divergence(
-    op, divergence, input, weight, target, bias, given_teacher, token_weight, denominator, options
-):
+def _fused_linear_divergence(op, divergence, layer, given_teacher, token_weight, denominator, options):
+    input, weight, target, bias = layer
     given_teacher.check(op)
     teacher_weight, teacher_bias = given_teacher.teacher_weight, given_teacher.teacher_bias
     teacher, teacher_name = given_teacher.teacher_input, "teacher_input"
@@ -170,16 +169,10 @@ def _fused_linear_divergence(
         check_layer(op, names, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
-    loss, _, _ = fused_linear_distillation(
-        op,
-        (rows, weight, target, bias),
-        (teacher, teacher_weight, None, teacher_bias),
-        row_weight,
-        Terms(*divergence, options.temperature, soft=1.0, hard=0.0, ignore_index=ignore_index),
-        per_row,
-        options.accum_dtype,
-        options.memory_budget,
-    )
+    terms = Terms(*divergence, options.temperature, soft=1.0, hard=0.0, ignore_index=ignore_index)
+    layer, teacher = (rows, weight, target, bias), (teacher, teacher_weight, None, teacher_bias)
+    limits = options.accum_dtype, options.memory_budget
+    loss, _, _ = fused_linear_distillation(op, layer, teacher, row_weight, terms, per_row, *limits)
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
@@ -193,7 +186,7 @@ def _composite(name, divergence_of):
         layer, teacher = (a.input, a.weight, a.target, a.bias), options_among(_Teacher, a)
         options = options_among(_Options, a)
         return _fused_linear_divergence(
-            name, divergence_of(a), *layer, teacher, a.token_weight, a.denominator, options
+            name, divergence_of(a), layer, teacher, a.token_weight, a.denominator, options
         )
 
     return composite
@@ -277,18 +270,10 @@ def fused_linear_kl_div(
     check_budget_variable(memory_budget)
     teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
-    denominator, divergence = denominator_tensor(denominator, input), (kl_divergence(reverse), 0.5)
+    layer, divergence = (input, weight, target, bias), (kl_divergence(reverse), 0.5)
+    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
-        "fused_linear_kl_div",
-        divergence,
-        input,
-        weight,
-        target,
-        bias,
-        teacher,
-        token_weight,
-        denominator,
-        options,
+        "fused_linear_kl_div", divergence, layer, teacher, token_weight, denominator, options
     )
 
 
@@ -334,16 +319,8 @@ def fused_linear_jsd(
     check_budget_variable(memory_budget)
     teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
-    denominator, divergence = denominator_tensor(denominator, input), (jsd_divergence(beta), beta)
+    layer, divergence = (input, weight, target, bias), (jsd_divergence(beta), beta)
+    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
-        "fused_linear_jsd",
-        divergence,
-        input,
-        weight,
-        target,
-        bias,
-        teacher,
-        token_weight,
-        denominator,
-        options,
+        "fused_linear_jsd", divergence, layer, teacher, token_weight, denominator, options
     )

@@ -142,14 +142,9 @@ def fused_linear_logprobs_backward(a):
 
 def _ce_options(options, reduction, token_weight=None):
     """The :class:`CEOptions` of an op of fused_linear_ce."""
-    return CEOptions(
-        token_weight=token_weight,
-        ignore_index=options.ignore_index,
-        softcap=options.softcap,
-        reduction=reduction,
-        accum_dtype=options.accum_dtype,
-        memory_budget=options.memory_budget,
-    )
+    of_logits = {"ignore_index": options.ignore_index, "softcap": options.softcap, "reduction": reduction}
+    limits = {"accum_dtype": options.accum_dtype, "memory_budget": options.memory_budget}
+    return CEOptions(token_weight=token_weight, **of_logits, **limits)
 
 
 register_portable(

@@ -129,18 +129,9 @@ def _backward(ctx, grad_q_out, grad_k_out):
             grad_q_out = q = q[:, :0]
         if not given[1]:
             grad_k_out = k = k[:, :0]
-        results = torch.ops.liger.qk_norm_rope_backward.default(
-            grad_q_out,
-            grad_k_out,
-            q,
-            k,
-            *others,
-            ctx.eps,
-            ctx.offset,
-            ctx.casting_mode,
-            ctx.interleaved,
-            *needed,
-        )
+        options = ctx.eps, ctx.offset, ctx.casting_mode, ctx.interleaved
+        backward = torch.ops.liger.qk_norm_rope_backward.default
+        results = backward(grad_q_out, grad_k_out, q, k, *others, *options, *needed)
         grads = tuple(grad if need else None for grad, need in zip(results, needed, strict=True))
     return *grads, None, None, None, None, None, None
 
