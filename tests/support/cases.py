@@ -16,6 +16,11 @@ DTYPES = (
 )
 
 
+def of_cuda(*shapes):
+    """Sizes that select a kernel of CUDA, and none of Triton: Triton's interpreter leaves them out."""
+    return () if triton_interpreted() else shapes
+
+
 @contextmanager
 def compiled():
     """The device, with the compiled kernels in use; where they cannot run, the test is skipped."""

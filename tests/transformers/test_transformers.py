@@ -255,7 +255,7 @@ def test_autocast(family):
 
 @pytest.mark.parametrize("family", ONE_QUICK, indirect=True)
 def test_compile_without_graph_breaks(family):
-    patched, plain = pair(family)
+    patched, plain = pair(family, num_hidden_layers=1)
     torch._dynamo.reset()
     compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     for inputs in (batch(), batch(rows=1, tokens=7)):

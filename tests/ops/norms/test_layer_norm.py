@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op
+from cases import DTYPES, check_op, of_cuda
 
 import liger
 
@@ -18,11 +18,9 @@ SHAPES = [
     (3, 4100),
     (2, 8200),
     (1, 33000),
-    (2, 70000),
     (300, 256),
-    (300, 2304),
-    (300, 2816),
     (2, 2, 2, 40),
+    *of_cuda((2, 70000), (300, 2304), (300, 2816)),
 ]
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op
+from cases import DTYPES, check_op, of_cuda
 from errors import error_about
 
 import liger
@@ -20,9 +20,8 @@ SHAPES = [
     (2, 8200),
     (1, 33000),
     (300, 256),
-    (300, 2304),
-    (300, 2816),
     (2, 2, 2, 40),
+    *of_cuda((300, 2304), (300, 2816)),
 ]
 
 
