@@ -144,10 +144,7 @@ def test_frozen_parts_get_no_gradient(device, hidden):
             lambda d: (torch.randn(4, 8, device=d), None, torch.randn(8, 1, device=d)),
             "bias has shape (8, 1), expected (8,), the last dimension of x",
         ),
-        (
-            lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),),
-            "x has dtype int64, expected float16",
-        ),
+        (lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),), "x has dtype int64, expected float16"),
         (
             lambda d: (torch.randn(4, 8, device=d).half(), None, torch.randn(8, device=d).bfloat16()),
             "bias has dtype bfloat16, expected the dtype of x, float16, or float32",
