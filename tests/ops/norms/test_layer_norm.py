@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op, of_cuda
+from cases import DTYPES, MANY_ROWS, check_op, of_cuda
 
 import liger
 
@@ -51,7 +51,7 @@ def test_layer_norm(device, shape, dtype, which):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows(device, dtype):
     """More rows than the persistent blocks of the backward ask for the statistics of at a time."""
-    x = torch.randn(140000, 24, device=device, dtype=dtype)
+    x = torch.randn(MANY_ROWS, 24, device=device, dtype=dtype)
     check_op(liger.layer_norm, reference, [x, *parameters((True, True), 24, device, dtype)])
 
 

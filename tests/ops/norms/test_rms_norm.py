@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op, of_cuda
+from cases import DTYPES, MANY_ROWS, check_op, of_cuda
 from errors import error_about
 
 import liger
@@ -55,7 +55,7 @@ def test_rms_norm(device, shape, dtype, mode):
 def test_many_rows(device, dtype):
     """More rows than the persistent blocks of the backward ask for the rstd of at a time."""
     x, weight = (
-        torch.randn(140000, 24, device=device, dtype=dtype),
+        torch.randn(MANY_ROWS, 24, device=device, dtype=dtype),
         torch.randn(24, device=device, dtype=dtype),
     )
     check_op(
