@@ -19,7 +19,7 @@ MANY_ROWS = 2000 if triton_interpreted() else 140000
 
 
 def of_cuda(*shapes):
-    """Sizes that select a kernel of CUDA, and none of Triton: Triton's interpreter leaves them out."""
+    """Sizes that select another kernel of CUDA, but not of Triton: Triton's interpreter leaves them out."""
     return () if triton_interpreted() else shapes
 
 

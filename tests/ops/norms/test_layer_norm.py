@@ -17,10 +17,10 @@ SHAPES = [
     (7, 1000),
     (3, 4100),
     (2, 8200),
-    (1, 33000),
+    (1, 17000),
     (300, 256),
     (2, 2, 2, 40),
-    *of_cuda((2, 70000), (300, 2304), (300, 2816)),
+    *of_cuda((1, 33000), (2, 70000), (300, 2304), (300, 2816)),
 ]
 
 
@@ -55,7 +55,7 @@ def test_many_rows(device, dtype):
     check_op(liger.layer_norm, reference, [x, *parameters((True, True), 24, device, dtype)])
 
 
-@pytest.mark.parametrize("hidden", [48, 4096, 20000, 70000])
+@pytest.mark.parametrize("hidden", [48, 4096, 20000, *of_cuda(70000)])
 def test_a_large_mean_does_not_cancel(device, hidden):
     """With a mean of 4000 deviations the difference of squares would have no digit left in float32."""
     x = torch.randn(3, hidden, device=device) + 4096
