@@ -138,12 +138,7 @@ def test_what_a_contestant_replaces_in_the_module_is_its_own(monkeypatch):
 
 def test_verdict_compares_with_the_best_of_each():
     def provider(group, ms, gib):
-        return {
-            "group": group,
-            "status": "ok",
-            "ms": {"median": ms},
-            "peak_bytes": gib * model_report.GIB,
-        }
+        return {"group": group, "status": "ok", "ms": {"median": ms}, "peak_bytes": gib * model_report.GIB}
 
     record = {
         "batch": 4,

@@ -6,15 +6,8 @@ import json
 import pytest
 import torch
 
-from liger_bench import (
-    OPS,
-    bench_fused_linear_ce,
-    cli,
-    harness,
-)
-from liger_bench.harness import (
-    Options,
-)
+from liger_bench import OPS, bench_fused_linear_ce, cli, harness
+from liger_bench.harness import Options
 
 # --- the whole suite, tiny ----------------------------------------------------------------------------------
 

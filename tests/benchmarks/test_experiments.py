@@ -15,16 +15,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from experiments import (
-    MODULES,
-    driver,
-    experiment,
-    process,
-    report,
-    results,
-    setting_curves,
-    tables,
-)
+from experiments import MODULES, driver, experiment, process, report, results, setting_curves, tables
 from experiments.cells import Cell, Experiment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -65,10 +65,7 @@ def test_bars_are_ours_and_the_peers_fastest_first_and_a_ceiling_is_a_line():
     ],
 )
 def test_the_message_is_speed_and_memory(ours, theirs, words):
-    made = {
-        "liger[cuda]": provider("ours", 1.0, ours),
-        "liger-kernel": provider("liger-kernel", 2.5, theirs),
-    }
+    made = {"liger[cuda]": provider("ours", 1.0, ours), "liger-kernel": provider("liger-kernel", 2.5, theirs)}
     assert plots.message(record_of(**made)) == f"softmax forward and backward: {words}"
 
 

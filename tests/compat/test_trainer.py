@@ -33,6 +33,13 @@ def train(tmp_path, model, **options):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The losses without liger."""
+    torch.manual_seed(0)
+    return train(tmp_path_factory.mktemp("plain"), tiny_models.make("llama"))
+
+
 @pytest.mark.parametrize(
     "config, loss",
     [
@@ -42,7 +49,7 @@ def train(tmp_path, model, **options):
         ({"rope": False, "swiglu": False}, "fused_linear_cross_entropy"),
     ],
 )
-def test_use_liger_kernel(tmp_path, config, loss):
+def test_use_liger_kernel(tmp_path, plain, config, loss):
     model = tiny_models.make("llama")
     losses = train(tmp_path, model, use_liger_kernel=True, liger_kernel_config=config)
     found = set(patch_report(model).replaced.values())
@@ -50,7 +57,6 @@ def test_use_liger_kernel(tmp_path, config, loss):
         n for n, v in (config or {}).items() if not v
     }
     assert found == expected
-    plain = train(tmp_path, tiny_models.make("llama"))
     assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 3
 
 

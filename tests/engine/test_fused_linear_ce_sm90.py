@@ -39,15 +39,19 @@ REDUCTIONS = ["mean", "sum", "none"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(sm90, name):
-    shape = SHAPES[name]
-    check(shape, *shape.layer(sm90))
+@DTYPES
+def test_every_kind_of_plan(sm90, dtype, name):
+    shape = SHAPES[name].of(dtype)
+    check(shape, *shape.layer(sm90, dtype=dtype))
 
 
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_reductions(sm90, shape, reduction):
-    check(shape, *shape.layer(sm90), reduction=reduction)
+@DTYPES
+def test_reductions_and_what_is_trained(sm90, dtype, shape, reduction, trained):
+    shape = shape.of(dtype)
+    check(shape, *shape.layer(sm90, dtype=dtype), trained, reduction=reduction)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +80,6 @@ def test_all_options_at_once(sm90, shape, reduction):
     check(shape, *shape.layer(sm90), reduction=reduction, **chosen)
 
 
-@pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@KINDS
-def test_only_what_is_trained(sm90, shape, reduction, trained):
-    check(shape, *shape.layer(sm90), trained, reduction=reduction)
-
-
 @pytest.mark.parametrize("shape", [PARTS, PARTS_OF_CHUNKS], ids=["one chunk", "chunks"])
 def test_parts_of_a_few_valid_rows(sm90, shape):
     check(shape, *shape.layer(sm90, ignored=0.9))
@@ -109,16 +106,21 @@ def test_the_first_row_of_a_class_is_subtracted_in_float32(sm90, shape):
 
 
 @KINDS
-def test_a_class_that_is_every_target(sm90, shape):
-    x, weight, target = shape.layer(sm90)
+@DTYPES
+def test_a_class_that_is_every_target(sm90, dtype, shape):
+    """All rows but the first one have the one-hot term as an element, which may be the largest of the row."""
+    shape = shape.of(dtype)
+    x, weight, target = shape.layer(sm90, dtype=dtype)
     target[target >= 0] = shape.vocab - 1
     check(shape, x, weight, target)
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.99])
 @KINDS
-def test_ignored_rows(sm90, shape, ignored):
-    check(shape, *shape.layer(sm90, ignored))
+@DTYPES
+def test_ignored_rows(sm90, dtype, shape, ignored):
+    shape = shape.of(dtype)
+    check(shape, *shape.layer(sm90, ignored, dtype=dtype))
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -133,14 +135,16 @@ def test_ignored_rows_side_by_side(sm90, shape, place):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_all_rows_ignored(sm90, shape, reduction):
-    x, weight, target = shape.layer(sm90, ignored=1.0)
+@DTYPES
+def test_all_rows_ignored(sm90, dtype, shape, reduction):
+    shape = shape.of(dtype)
+    x, weight, target = shape.layer(sm90, ignored=1.0, dtype=dtype)
     upstream = torch.ones(shape.rows, device=sm90) if reduction == "none" else None
     output, grads = run(shape, x, weight, target, upstream=upstream, reduction=reduction)
     assert output.loss.isnan() if reduction == "mean" else not output.loss.any()
     assert not output.logprobs.any()
     for grad, like in zip(grads, (x, weight), strict=True):
-        assert grad.shape == like.shape and not grad.any()
+        assert grad.shape == like.shape and grad.dtype == dtype and not grad.any()
 
 
 @KINDS
@@ -214,8 +218,9 @@ def test_the_largest_logit_as_target(sm90, shape):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_targets_out_of_range_are_nan_as_in_the_generic_engine(sm90, reduction):
-    x, weight, target = BESIDE.layer(sm90)
+@DTYPES
+def test_targets_out_of_range_are_nan_as_in_the_generic_engine(sm90, dtype, reduction):
+    x, weight, target = BESIDE.layer(sm90, dtype=dtype)
     target[3], target[700] = BESIDE.vocab, -5
     upstream = torch.ones(BESIDE.rows, device=sm90) if reduction == "none" else None
     (ours, grads), (theirs, generic_grads) = (
@@ -296,16 +301,18 @@ def test_the_same_bits_twice_and_inputs_untouched(sm90, name):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(sm90, shape, reduction):
-    static = shape.layer(sm90, ignored=0.5)
+@DTYPES
+def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(sm90, dtype, shape, reduction):
+    shape = shape.of(dtype)
+    static = shape.layer(sm90, ignored=0.5, dtype=dtype)
     upstream = torch.rand(shape.rows, device=sm90) if reduction == "none" else None
 
     def step():
         return run(shape, *static, upstream=upstream, reduction=reduction)
 
     graph, captured = capture(step)
-    for ignored, scale in ((0.5, 1.0), (0.0, 1.0), (0.99, 0.5), (0.2, 30.0)):
-        for tensor, value in zip(static, shape.layer(sm90, ignored, scale), strict=True):
+    for ignored, scale in ((0.5, 1.0), (0.0, 4.0), (0.99, 0.5), (0.2, 30.0)):
+        for tensor, value in zip(static, shape.layer(sm90, ignored, scale, dtype), strict=True):
             tensor.copy_(value)
         graph.replay()
         assert_same_bits([captured, step()])

@@ -6,15 +6,7 @@ import pytest
 import torch
 from float16_rule import LARGEST_SUM_EXPONENT, MAX_ROW_SUM, references, row_sums, sampled
 from logprobs_sm90 import ENTROPY, KEPT, check, exact, run, tolerance_of, upstream
-from sm90_engine import (
-    BESIDE,
-    BFLOAT16,
-    FLOAT16,
-    PARTIAL_SUMS,
-    ROWS,
-    SUMS,
-    uses_the_engine,
-)
+from sm90_engine import BESIDE, BFLOAT16, FLOAT16, PARTIAL_SUMS, ROWS, SUMS, uses_the_engine
 from torch.nn.functional import linear
 
 import liger

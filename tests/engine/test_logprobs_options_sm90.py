@@ -4,16 +4,7 @@ accumulate_grad_weight: which calls it takes, and the exponentials that it keeps
 
 import pytest
 import torch
-from logprobs_sm90 import (
-    ENTROPY,
-    KEPT,
-    WITH_ENTROPY,
-    assert_gradients,
-    check,
-    exact,
-    run,
-    upstream,
-)
+from logprobs_sm90 import ENTROPY, KEPT, WITH_ENTROPY, assert_gradients, check, exact, run, upstream
 from sm90_engine import BESIDE, GRADIENT, KINDS, ROWS, SUMS
 
 import liger

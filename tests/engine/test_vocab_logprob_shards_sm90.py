@@ -279,11 +279,7 @@ def _one_process(entropy, keep, rank, world):
         patch.object(engine, "backward", wraps=engine.backward) as backward,
     ):
         found = in_shards.fused_linear_logprobs(
-            *mine,
-            target,
-            temperature=0.7,
-            memory_budget=shape.budget,
-            metrics=("entropy", "argmax"),
+            *mine, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy", "argmax")
         )
         actual = torch.autograd.grad(found[: len(grads)], mine, grads)
     assert forward.call_count == backward.call_count == 1

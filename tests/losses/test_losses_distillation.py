@@ -148,6 +148,8 @@ def test_metrics_of_tokens(device, name, requested):
             torch.testing.assert_close(value, getattr(expected, metric))
         else:
             assert value is None
+    if len(requested) < 3:
+        return
     torch._dynamo.reset()
     compiled = torch.compile(lambda t: results(name, module, t), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tensors), results(name, module, tensors))

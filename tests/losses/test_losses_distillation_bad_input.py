@@ -3,16 +3,7 @@
 
 import pytest
 import torch
-from distillation_cases import (
-    DISTANCES,
-    LENGTH,
-    SEQUENCES,
-    VOCAB,
-    call,
-    make,
-    parts,
-    teacher_arguments,
-)
+from distillation_cases import DISTANCES, LENGTH, SEQUENCES, VOCAB, call, make, parts, teacher_arguments
 from losses_cases import leaf
 
 from liger import losses

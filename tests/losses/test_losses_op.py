@@ -124,7 +124,11 @@ def test_compiled(device, name, budget):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", EVERY)
+# A loss of pairs, of single sequences and of tokens; the graphs of the others differ in elementwise formulas.
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", "kto", "gspo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("orpo", "simpo", "grpo"))],
+)
 def test_other_lengths_compile_nothing_anew(name):
     make_module, options = EVERY[name]
     module = make_module(**options)

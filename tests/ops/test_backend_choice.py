@@ -165,10 +165,7 @@ def test_tests_of_compiled_kernels_skip_without_them(monkeypatch):
 def test_triton_needs_its_package_and_a_device(cuda_machine, monkeypatch):
     assert supported("triton", [(9, 0)]) == (True, "triton 3.6.0")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert supported("triton", []) == (
-        False,
-        "this torch has no CUDA and TRITON_INTERPRET is not 1",
-    )
+    assert supported("triton", []) == (False, "this torch has no CUDA and TRITON_INTERPRET is not 1")
     monkeypatch.setattr(backend, "triton_interpreted", lambda: True)
     assert supported("triton", []) == (True, "Triton's interpreter (TRITON_INTERPRET=1)")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -13,10 +13,7 @@ import torch
 import liger
 from liger._core.runtime import load
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not load.CUDA_LOADED, reason="needs the compiled kernels"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not load.CUDA_LOADED, reason="needs the compiled kernels")]
 
 
 def in_threads(*functions):

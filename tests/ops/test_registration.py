@@ -76,9 +76,7 @@ def differentiable_inputs(arguments, op=None):
             for s, a in zip(schema, arguments, strict=False)
         )
     return tree_map_only(
-        torch.Tensor,
-        lambda t: t.detach().requires_grad_(t.is_floating_point() and t.dim() > 1),
-        arguments,
+        torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point() and t.dim() > 1), arguments
     )
 
 

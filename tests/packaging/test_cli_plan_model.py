@@ -69,10 +69,7 @@ def test_json_and_dtype(config, capsys):
             {"model_type": "llama", "hidden_act": "nope"},
             "no model can be built from the configuration: 'nope'",
         ),
-        (
-            {"model_type": "llama", "num_attention_heads": 0},
-            "no model can be built from the configuration: ",
-        ),
+        ({"model_type": "llama", "num_attention_heads": 0}, "no model can be built from the configuration: "),
         (
             {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": -3},
             "no model can be built from the configuration: ",

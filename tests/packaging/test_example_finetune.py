@@ -16,12 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_qwen3.py"
 if not EXAMPLE.is_file():

@@ -57,11 +57,7 @@ def test_kl_div(dtype, vocab):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 64, 32, 32), (4, 320, 64, 64), (1, 32, 512, 512)], ids=str)
 def test_group_norm(dtype, shape):
-    inputs = [
-        _normal(*shape, dtype=dtype),
-        _normal(shape[1], dtype=dtype),
-        _normal(shape[1], dtype=dtype),
-    ]
+    inputs = [_normal(*shape, dtype=dtype), _normal(shape[1], dtype=dtype), _normal(shape[1], dtype=dtype)]
     with compiled():
         check_op(
             lambda x, w, b: liger.group_norm(x, 32, w, b), lambda x, w, b: F.group_norm(x, 32, w, b), inputs

@@ -61,17 +61,7 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
     assert tops == {
         *("CMakeLists.txt", "LICENSE", "Makefile", "NOTICE", "PKG-INFO", "README.md", "pyproject.toml"),
         *("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"),
-        *(
-            "cmake",
-            "compat",
-            "csrc",
-            "docs",
-            "hub",
-            "python",
-            "scripts",
-            "tests",
-            "triton_kernels",
-        ),
+        *("cmake", "compat", "csrc", "docs", "hub", "python", "scripts", "tests", "triton_kernels"),
         *(["examples"] if any((ROOT / "examples").glob("*")) else []),
         *(".clang-format", ".gitignore", ".pre-commit-config.yaml", "mkdocs.yml"),
     }
@@ -187,10 +177,7 @@ def test_build_requirements_are_met_here_and_agree():
 
 
 def test_one_version_everywhere():
-    places = {
-        "python/liger/__init__.py": r'^__version__ = "(.+)"$',
-        "CITATION.cff": r"^version: (.+)$",
-    }
+    places = {"python/liger/__init__.py": r'^__version__ = "(.+)"$', "CITATION.cff": r"^version: (.+)$"}
     found = {path: re.search(pattern, (ROOT / path).read_text(), re.M)[1] for path, pattern in places.items()}
     assert len(set(found.values())) == 1, found
 

@@ -13,9 +13,7 @@ import liger
 from liger._core.op import types
 
 # liger.trl and liger.transformers need packages that may be missing.
-MODULES = [
-    *("liger", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers", "liger.trl"),
-]
+MODULES = [*("liger", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers", "liger.trl")]
 
 
 def imported(module):

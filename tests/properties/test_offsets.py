@@ -74,10 +74,7 @@ FORMS = {
     "smoothed head": (of_head(liger.fused_linear_ce, label_smoothing=0.3), plain_ce(label_smoothing=0.3)),
     "rows of a head": (of_head(liger.fused_linear_ce, reduction="none"), plain_ce(reduction="none")),
     "logprobs": (of_head(liger.fused_linear_logprobs, metrics=("entropy",)), selected),
-    "kept logprobs": (
-        of_head(liger.fused_linear_logprobs, metrics=("entropy",), recompute=False),
-        selected,
-    ),
+    "kept logprobs": (of_head(liger.fused_linear_logprobs, metrics=("entropy",), recompute=False), selected),
     "float32 logprobs": (
         of_head(liger.fused_linear_logprobs, metrics=("entropy",), logits_dtype=torch.float32),
         selected,
@@ -92,12 +89,7 @@ FORMS = {
 def test_classes(device, form, offset, vocab):
     ours, plain = FORMS[form]
     y = targets(vocab, device)
-    check_op(
-        lambda z: ours(z, y),
-        lambda z: plain(z, y),
-        (shifted(vocab, device, offset),),
-        LARGEST_LSE,
-    )
+    check_op(lambda z: ours(z, y), lambda z: plain(z, y), (shifted(vocab, device, offset),), LARGEST_LSE)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

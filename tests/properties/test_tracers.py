@@ -196,9 +196,7 @@ REPRESENTATIVE = {
     [
         pytest.param([s for s in SETTINGS if str(s) in REPRESENTATIVE], id="representative"),
         pytest.param(
-            [s for s in SETTINGS if s.option != "accumulate_grad_weight"],
-            id="all",
-            marks=pytest.mark.slow,
+            [s for s in SETTINGS if s.option != "accumulate_grad_weight"], id="all", marks=pytest.mark.slow
         ),
     ],
 )

@@ -14,6 +14,13 @@ from liger._core.runtime.environment import triton_interpreted
 DTYPES = (
     [torch.float32, torch.float16] if triton_interpreted() else [torch.float32, torch.float16, torch.bfloat16]
 )
+# More rows than the persistent blocks of a GPU, or the programs of the interpreter, take at a time.
+MANY_ROWS = 2000 if triton_interpreted() else 140000
+
+
+def of_cuda(*shapes):
+    """Sizes that select another kernel of CUDA, but not of Triton: Triton's interpreter leaves them out."""
+    return () if triton_interpreted() else shapes
 
 
 @contextmanager

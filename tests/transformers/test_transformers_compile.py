@@ -35,7 +35,7 @@ def break_around(module):
     module.forward = broken
 
 
-QUICK = {("mlp", False, False), ("head", True, True)}
+QUICK = {("head", True, True)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for case in itertools.product(BROKEN, (False, True), (False, True))

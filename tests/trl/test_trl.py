@@ -91,8 +91,7 @@ def test_heads(tmp_path, kind, options):
     family, overrides = made.HEADS[kind]
     make = lambda: tiny_models.make(family, **overrides)  # noqa: E731
     made.assert_same_training(
-        lambda: made.dpo(tmp_path, make(), make().requires_grad_(False), **options),
-        in_the_head=not options,
+        lambda: made.dpo(tmp_path, make(), make().requires_grad_(False), **options), in_the_head=not options
     )
 
 

@@ -95,11 +95,7 @@ def fsdp2(model, head=False, reshard=True):
     return fully_shard(model, mesh=ranks.mesh(), reshard_after_forward=reshard)
 
 
-WAYS = {
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-    "fsdp2 head": lambda model: fsdp2(model, head=True),
-}
+WAYS = {"ddp": ddp, "fsdp2": fsdp2, "fsdp2 head": lambda model: fsdp2(model, head=True)}
 
 
 @pytest.mark.parametrize("way", WAYS)

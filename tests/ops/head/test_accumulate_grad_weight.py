@@ -14,10 +14,7 @@ ROWS, HIDDEN, VOCAB = 60, 32, 211
 # Micro-batches of different sizes.
 PARTS = slice(0, 43), slice(43, ROWS)
 BUDGETS = {"chunks": 7 * 216 * 4, "whole": None}
-OPTIONS = {
-    "plain": {},
-    "options": {"label_smoothing": 0.1, "lse_square_scale": 1e-3, "softcap": 5.0},
-}
+OPTIONS = {"plain": {}, "options": {"label_smoothing": 0.1, "lse_square_scale": 1e-3, "softcap": 5.0}}
 
 
 def make(device, dtype=torch.float32, rows=ROWS):

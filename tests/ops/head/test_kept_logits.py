@@ -162,6 +162,7 @@ def test_checkpointing(device, reentrant):
     assert all(torch.equal(t.grad, other) for t, other in zip(wanted, expected, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recompute", [False, True, None])
 def test_compiled(device, recompute, dynamic):

@@ -17,11 +17,7 @@ ROWS, HIDDEN, VOCAB = 70, 96, 517
 PAIRS = [(dtype, weight) for dtype in DTYPES for weight in dict.fromkeys((dtype, torch.float32))]
 # A chunk of 8 rows, in any dtype; all rows.
 BUDGETS = {"chunks": 8 * 520 * 6, "whole": None}
-OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "softcap": {"softcap": 20.0, "temperature": 1.3},
-}
+OPTIONS = {"plain": {}, "temperature": {"temperature": 0.6}, "softcap": {"softcap": 20.0, "temperature": 1.3}}
 STATED = 1e-5
 names = lambda pair: "-".join(str(dtype).removeprefix("torch.") for dtype in pair)  # noqa: E731
 

@@ -116,10 +116,7 @@ def test_where_the_kernel_changes(gpu, limit, dtype, name, inplace):
         chosen = options(name, 3, vocab, gpu)
         chosen.pop("reduction")
         check_rows(
-            *random_logits(3, vocab, gpu, dtype, chosen.get("ignore_index", -100)),
-            layout,
-            inplace,
-            **chosen,
+            *random_logits(3, vocab, gpu, dtype, chosen.get("ignore_index", -100)), layout, inplace, **chosen
         )
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op
+from cases import DTYPES, MANY_ROWS, check_op, of_cuda
 
 import liger
 
@@ -17,12 +17,10 @@ SHAPES = [
     (7, 1000),
     (3, 4100),
     (2, 8200),
-    (1, 33000),
-    (2, 70000),
+    (1, 17000),
     (300, 256),
-    (300, 2304),
-    (300, 2816),
     (2, 2, 2, 40),
+    *of_cuda((1, 33000), (2, 70000), (300, 2304), (300, 2816)),
 ]
 
 
@@ -53,11 +51,11 @@ def test_layer_norm(device, shape, dtype, which):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows(device, dtype):
     """More rows than the persistent blocks of the backward ask for the statistics of at a time."""
-    x = torch.randn(140000, 24, device=device, dtype=dtype)
+    x = torch.randn(MANY_ROWS, 24, device=device, dtype=dtype)
     check_op(liger.layer_norm, reference, [x, *parameters((True, True), 24, device, dtype)])
 
 
-@pytest.mark.parametrize("hidden", [48, 4096, 20000, 70000])
+@pytest.mark.parametrize("hidden", [48, 4096, 20000, *of_cuda(70000)])
 def test_a_large_mean_does_not_cancel(device, hidden):
     """With a mean of 4000 deviations the difference of squares would have no digit left in float32."""
     x = torch.randn(3, hidden, device=device) + 4096
@@ -146,10 +144,7 @@ def test_frozen_parts_get_no_gradient(device, hidden):
             lambda d: (torch.randn(4, 8, device=d), None, torch.randn(8, 1, device=d)),
             "bias has shape (8, 1), expected (8,), the last dimension of x",
         ),
-        (
-            lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),),
-            "x has dtype int64, expected float16",
-        ),
+        (lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),), "x has dtype int64, expected float16"),
         (
             lambda d: (torch.randn(4, 8, device=d).half(), None, torch.randn(8, device=d).bfloat16()),
             "bias has dtype bfloat16, expected the dtype of x, float16, or float32",

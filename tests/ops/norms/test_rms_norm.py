@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op
+from cases import DTYPES, MANY_ROWS, check_op, of_cuda
 from errors import error_about
 
 import liger
@@ -18,11 +18,10 @@ SHAPES = [
     (7, 1000),
     (3, 4100),
     (2, 8200),
-    (1, 33000),
+    (1, 17000),
     (300, 256),
-    (300, 2304),
-    (300, 2816),
     (2, 2, 2, 40),
+    *of_cuda((1, 33000), (300, 2304), (300, 2816)),
 ]
 
 
@@ -56,7 +55,7 @@ def test_rms_norm(device, shape, dtype, mode):
 def test_many_rows(device, dtype):
     """More rows than the persistent blocks of the backward ask for the rstd of at a time."""
     x, weight = (
-        torch.randn(140000, 24, device=device, dtype=dtype),
+        torch.randn(MANY_ROWS, 24, device=device, dtype=dtype),
         torch.randn(24, device=device, dtype=dtype),
     )
     check_op(

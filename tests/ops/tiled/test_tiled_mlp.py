@@ -17,11 +17,7 @@ from liger.ops.tiled_mlp.plan import Problem, block_columns, plan_tiles
 from liger.ops.tiled_mlp.shards import ParameterGradient
 
 HIDDEN, INTERMEDIATE = 24, 40
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 FEW, MANY = 10, 400
 # Tokens and options. Shards are joined in the backward where that takes no more memory: of few tokens.
 HOW = {
@@ -312,10 +308,7 @@ def test_autocast_of_float32_weights(device):
             "tiled_mlp: num_shards is 11, expected at least 1 and at most the number of tokens, 10",
         ),
         ({"memory_budget": 0}, "tiled_mlp: memory_budget is 0, expected a positive number of bytes or None"),
-        (
-            {"activation": "relu"},
-            "tiled_mlp: activation is 'relu', expected 'silu', 'gelu_tanh' or 'gelu'",
-        ),
+        ({"activation": "relu"}, "tiled_mlp: activation is 'relu', expected 'silu', 'gelu_tanh' or 'gelu'"),
         ({"x": ()}, "tiled_mlp: x has shape (), expected at least one dimension"),
         (
             {"gate_weight": (40, 23)},

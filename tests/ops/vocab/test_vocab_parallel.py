@@ -40,10 +40,7 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen
     everywhere."""
     layout = {"vocab_size": tensors[1].shape[0]} if layout is None else layout
     plan = {k: chosen.pop(k) for k in ("memory_budget", "accum_dtype") if k in chosen}
-    parts = [
-        leaves(tensors[0])[0],
-        *(part_of(t, rank, world, bounds) for t in tensors[1:]),
-    ]
+    parts = [leaves(tensors[0])[0], *(part_of(t, rank, world, bounds) for t in tensors[1:])]
     whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
     loss = in_shards.fused_linear_ce(*parts[:2], target, *parts[2:], **layout, **plan, **chosen)
     losses = (

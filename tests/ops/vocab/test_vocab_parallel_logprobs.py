@@ -29,9 +29,7 @@ pytestmark = [
     needs_gloo,
     pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
 ]
-EVERYTHING = {
-    "metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits"),
-}
+EVERYTHING = {"metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits")}
 
 
 def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_index=-100):
@@ -286,11 +284,7 @@ def _ignored_rows_are_free(rank, world):
         mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
         with torch.no_grad():
             mine[0][~kept] = torch.nan
-        options = {
-            "vocab_size": 34,
-            "metrics": ("entropy", "argmax"),
-            "memory_budget": 4 * 17 * 4,
-        }
+        options = {"vocab_size": 34, "metrics": ("entropy", "argmax"), "memory_budget": 4 * 17 * 4}
         with counted_rows() as rows:
             found = in_shards.fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
             (found.logprobs.sum() + 0.5 * found.entropy.sum()).backward()

@@ -4,7 +4,7 @@ held to."""
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -39,6 +39,10 @@ class Shape:
     vocab: int
     budget: int = 512 * MIB
     accum_dtype: torch.dtype | None = None
+
+    def of(self, dtype):
+        """The same for a dtype: what may be summed in the dtype of the operands is summed in this one."""
+        return self if self.accum_dtype is None else replace(self, accum_dtype=dtype)
 
     def plan(self, need_grad_input=True, need_grad_weight=True):
         """(rows of the chunks, split-K of the chunks, rows in the weight gradient, scale_bytes) if the engine

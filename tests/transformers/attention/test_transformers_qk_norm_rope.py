@@ -110,11 +110,7 @@ def test_positions_after_a_cache():
         with torch.no_grad():
             first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, 5:]
-            given = {
-                "attention_mask": mask,
-                "position_ids": positions,
-                cache: first[cache],
-            }
+            given = {"attention_mask": mask, "position_ids": positions, cache: first[cache]}
             results.append(model(input_ids=ids[:, 5:], **given).logits)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 

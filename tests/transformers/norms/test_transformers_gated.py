@@ -154,10 +154,7 @@ ARCHITECTURES = {
         },
         1,
     ),
-    "FalconH1": (
-        {**MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
-        2,
-    ),
+    "FalconH1": ({**MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}, 2),
     "Mamba2": (
         {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
         2,

@@ -71,13 +71,7 @@ _x = tensors(x=X)
 _PROJECTIONS = "gate_proj.weight up_proj.weight down_proj.weight"
 _nn("GroupNorm", lambda **kw: nn.GroupNorm(4, HIDDEN, **kw), tensors(x=(3, HIDDEN, 5)), "weight bias", "x")
 _nn("TiledSwiGLUMLP", lambda **kw: nn.TiledSwiGLUMLP(HIDDEN, 24, num_shards=2, **kw), _x, _PROJECTIONS, "x")
-_nn(
-    "TiledGEGLUMLP",
-    lambda **kw: nn.TiledGEGLUMLP(HIDDEN, 24, num_shards=2, **kw),
-    _x,
-    _PROJECTIONS,
-    "x",
-)
+_nn("TiledGEGLUMLP", lambda **kw: nn.TiledGEGLUMLP(HIDDEN, 24, num_shards=2, **kw), _x, _PROJECTIONS, "x")
 _nn(
     "GroupedExperts",
     lambda **kw: nn.GroupedExperts(4, HIDDEN, 24, True, **kw),

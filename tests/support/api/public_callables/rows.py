@@ -119,12 +119,7 @@ for _name, _make, _options in (
 
 def _logprobs(device, dtype):
     made = biased_head(device, dtype)
-    return {
-        "input": made["input"],
-        "weight": made["weight"],
-        "target": made["target"],
-        "bias": made["bias"],
-    }
+    return {"input": made["input"], "weight": made["weight"], "target": made["target"], "bias": made["bias"]}
 
 
 for _name, _options in {
