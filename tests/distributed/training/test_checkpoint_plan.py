@@ -6,12 +6,14 @@ import pytest
 import ranks
 import tiny_models
 import torch
-from planned_llama import LAYERS, MOST, whole_layers
+from planned_llama import LAYERS, MOST, attention_path, set_level, whole_layers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import liger
 import liger.transformers as lt
+from liger.transformers.checkpointing import checkpoint as planning
+from liger.transformers.checkpointing import memory_plan
 from liger.transformers.checkpointing.checkpoint import planners
 
 pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
@@ -76,6 +78,25 @@ def test_same_gradients(wrapper, order):
     assert seen == [0, 0, 1 if ranks.ON_GPU else 2, LAYERS]
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_same_gradients_with_kept_attention(wrapper, monkeypatch):
+    """Nothing, the attention of two layers, of all, and everything in two layers and attention in the
+    others."""
+    monkeypatch.setattr(planning, "path", attention_path)
+    theirs, ours = WRAPPERS[wrapper](make()), lt.checkpoint(WRAPPERS[wrapper](make()), PLENTY)
+    expected, seen = step(theirs), []
+    for level in (0, 0, 2, LAYERS, LAYERS + 1, LAYERS + 2):
+        set_level(ours, level)
+        grads = step(ours)
+        (planner,) = planners(ours)
+        seen.append(None if planner.plan is None else planner.plan.counts(kept(ours)))
+        for name, grad in expected.items():
+            assert torch.equal(ranks.whole(grads[name]), ranks.whole(grad)), name
+    first = LAYERS - MOST
+    assert seen[2:4] == [(LAYERS - 2, 2, 0), (first, MOST, 0)]
+    assert seen[-1] == (first, MOST - 2 - first, 2 + first)
+
+
 def room_for(layers):
     """Bytes in which a step of 22 tokens has room for some layers. Of the tests on the CPU."""
     model = lt.checkpoint(make(), PLENTY)
@@ -86,6 +107,18 @@ def room_for(layers):
 
 
 needs_counts = pytest.mark.skipif(ranks.ON_GPU, reason="on a GPU the memory is measured, not counted")
+
+
+@needs_counts
+def test_ranks_whose_times_differ_agree_on_a_path(monkeypatch):
+    """One rank has found that attention takes time, the other one that it takes none."""
+    monkeypatch.setattr(planning, "path", memory_plan.path)
+    monkeypatch.setattr(planning, "estimated", lambda *_: (10**6, ranks.RANK * 9 * 10**5))
+    model = lt.checkpoint(make(), PLENTY)
+    step(model), step(model)
+    paths = [None] * ranks.WORLD
+    torch.distributed.all_gather_object(paths, planners(model)[0].plan.upgrades)
+    assert paths[0] == paths[1] and len(paths[0]) == 2 * MOST
 
 
 @needs_counts

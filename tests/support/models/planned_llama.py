@@ -18,26 +18,24 @@ MOST = LAYERS - FEWEST
 PLENTY = 10**9
 
 
+def whole_path(savings, fixed=0):
+    """Upgrades of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
+    return memory_plan.path([dataclasses.replace(s, attention_bytes=0) for s in savings], fixed)
+
+
+def attention_path(savings, fixed=0):
+    """Upgrades that keep the attention of all layers before any whole layer."""
+    return memory_plan.path([dataclasses.replace(s, attention_time=2 * s.time + 1) for s in savings], fixed)
+
+
 @pytest.fixture
 def whole_layers(monkeypatch):
-    """Plans of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
-
-    def path(savings, fixed=0):
-        return memory_plan.path([dataclasses.replace(s, attention_bytes=0) for s in savings], fixed)
-
-    monkeypatch.setattr(planning, "path", path)
+    monkeypatch.setattr(planning, "path", whole_path)
 
 
 @pytest.fixture
 def attention_first(monkeypatch):
-    """Plans that keep the attention of all layers before any whole layer."""
-
-    def path(savings, fixed=0):
-        return memory_plan.path(
-            [dataclasses.replace(s, attention_time=2 * s.time + 1) for s in savings], fixed
-        )
-
-    monkeypatch.setattr(planning, "path", path)
+    monkeypatch.setattr(planning, "path", attention_path)
 
 
 def set_level(model, level):

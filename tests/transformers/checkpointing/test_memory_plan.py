@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("transformers")
 
 from liger.transformers.checkpointing.activation_bytes import Probe
-from liger.transformers.checkpointing.memory_plan import UNCONFIRMED, MemoryPlan
+from liger.transformers.checkpointing.memory_plan import UNCONFIRMED, MemoryPlan, Saving, State, path
 
 
 def plan_of(costs=(10, 10, 10, 10), load=(100,), exact=True):
@@ -115,6 +115,94 @@ def test_peaks_of_another_load_are_not_outdated():
 
 def test_no_measurement_no_layer():
     assert MemoryPlan([1, 1], (5,)).max_kept(False, (5,), 10**9, 2) == 0
+
+
+# --- paths --------------------------------------------------------------------------------------------------
+
+A, E = State.ATTENTION, State.EVERYTHING
+
+
+def test_short_sequences_keep_whole_layers():
+    """Attention spares 4.3 ms per GiB, a whole layer 4.5: the plan is the one of whole layers."""
+    savings = [Saving(1000, 4.5, 100, 0.43)] * 3
+    assert path(savings) == [(2, E), (1, E), (0, E)]
+    assert path(savings, fixed=1) == [(2, E), (1, E)]
+
+
+def test_long_sequences_keep_attention_first():
+    savings = [Saving(1000, 10.0, 100, 5.0)] * 3
+    assert path(savings) == [(2, A), (1, A), (0, A), (2, E), (1, E), (0, E)]
+    assert path(savings, fixed=2) == [(2, A), (2, E)]
+
+
+def test_attention_with_the_most_time_per_byte_comes_first():
+    """Layers with a sliding window between full ones, and one without attention that could be kept."""
+    full, sliding, other = Saving(1000, 10.0, 100, 6.0), Saving(1000, 5.0, 100, 1.0), Saving(1000, 5.0)
+    assert path([full, sliding, other, full, sliding]) == [
+        (3, A), (0, A), (4, A), (1, A), (4, E), (3, E), (2, E), (1, E), (0, E),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("saving", [Saving(100, 1.0, 100, 1.0), Saving(100, 1.0, 0, 1.0), Saving(0, 0.0)])
+def test_attention_that_spares_no_memory_is_not_kept(saving):
+    assert path([saving]) == [(0, E)]
+
+
+def with_attention(exact=True):
+    plan = MemoryPlan([10, 10, 10], (100,), exact, [2, 2, 2])
+    plan.arrange(path([Saving(10, 1.0, 2, 0.9)] * 3))
+    return plan
+
+
+def test_levels():
+    plan = with_attention()
+    assert [plan.cost(level) for level in range(7)] == [0, 2, 4, 6, 14, 22, 30]
+    assert [plan.counts(level) for level in (0, 2, 3, 4, 6)] == [
+        (3, 0, 0), (1, 2, 0), (0, 3, 0), (0, 2, 1), (0, 0, 3),
+    ]  # fmt: skip
+    assert plan.attention_cost(4) == 4 and plan.layer == 10
+    assert [plan.lower(level) for level in (6, 5, 4, 3, 0)] == [4, 3, 2, 0, 0]
+    plan.record(False, 0, 50, (100,))
+    assert [plan.max_kept(False, (100,), room, 9) for room in (51, 52, 57, 64, 72, 99)] == [0, 1, 3, 4, 5, 6]
+
+
+def test_attention_needs_no_confirmation_and_one_layer_does():
+    plan = with_attention(exact=False)
+    plan.record(False, 0, 50, (100,), forward=5)
+    assert plan.max_kept(False, (100,), 1000, 9) == 4
+    plan.record(False, 3, 56, (100,), forward=11)
+    assert not plan.confirmed and plan.max_kept(False, (100,), 1000, 9) == 4
+    plan.record(False, 4, 66, (100,), forward=21)
+    assert plan.confirmed and plan.attention_factor == 1.0 and plan.factor == pytest.approx(1.2)
+    assert plan.max_kept(False, (100,), 1000, 9) == 6
+
+
+def test_attention_that_needs_more_than_counted():
+    plan = with_attention()
+    plan.record(False, 0, 50, (100,))
+    plan.record(False, 3, 62, (100,))
+    assert plan.attention_factor == 2.0 and plan.cost(3) == 12 and plan.need(False, 3, (100,)) == 62
+    plan.record(False, 1, 70, (100,))
+    # A fifth of a layer's bytes say nothing.
+    assert plan.attention_factor == 2.0
+
+
+def test_a_longer_step_needs_more_attention():
+    plan = with_attention()
+    plan.record(False, 0, 50, (100,))
+    assert plan.need(False, 3, (150,)) == 75 + 9
+    plan.record(False, 0, 75, (150,))
+    assert plan.cost(3) == 9 and plan.cost(6) == 45
+
+
+def test_another_path_forgets_what_its_levels_meant():
+    plan = with_attention()
+    plan.record(False, 0, 50, (100,))
+    plan.record(False, 3, 51, (100,))
+    plan.arrange(list(plan.upgrades))
+    assert plan.is_measured(False, 3)
+    plan.arrange(path([Saving(10, 1.0)] * 3))
+    assert plan.is_measured(False, 0) and not plan.is_measured(False, 3) and plan.need(False, 3, (100,)) == 80
 
 
 # --- counted bytes ------------------------------------------------------------------------------------------

@@ -352,7 +352,9 @@ class Planner:
             self.settled.clear()
             self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
-        if not lacks_plan and not self.is_arranged:
+        if lacks_plan:
+            self.is_arranged = False
+        elif not self.is_arranged:
             self._arrange()
         kept = before
         if is_longer or asked or phase not in self.settled:

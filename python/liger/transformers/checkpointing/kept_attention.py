@@ -32,7 +32,7 @@ from ..recipe import trials
 from ..recipe.recomputed import _check
 from ..recipe.rename import rename_global, uses_global
 
-_MATH, _CUDNN = 0, 3  # torch.nn.attention.SDPBackend
+_MATH, _EFFICIENT, _CUDNN = 0, 2, 3  # torch.nn.attention.SDPBackend
 # Older versions convert a boolean mask for cuDNN's kernel in another way than for the others.
 _CONVERTS_ALIKE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -112,6 +112,7 @@ class _SDPA:
     def __init__(self, query, key, value, mask, dropout, is_causal, scale, enable_gqa):
         self.tensors = [query, key, value, mask]
         self.dropout, self.is_causal, self.scale, self.enable_gqa = dropout, is_causal, scale, enable_gqa
+        self.kernel, self._inputs = None, None
 
     def plain(self):
         return self.run(self.tensors)
@@ -127,32 +128,32 @@ class _SDPA:
         SDPA would convert and pad a mask into a tensor that the node saves. Here the recomputation does so
         again.
         """
-        query, key, value, mask = self.tensors
-        if mask is not None:
-            if mask.dtype is torch.bool:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-            missing = -mask.shape[-1] % 16
-            if missing and query.is_cuda:
-                mask = torch.nn.functional.pad(mask, (0, missing))[..., : mask.shape[-1]]
-        return [query, key, value, mask]
+        if self._inputs is None:
+            *others, mask = self.tensors
+            if mask is not None and mask.dtype is torch.bool:
+                mask = torch.zeros_like(mask, dtype=others[0].dtype).masked_fill_(~mask, -torch.inf)
+            if mask is not None and self.kernel == _EFFICIENT:
+                mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+            self._inputs = [*others, mask]
+        return self._inputs
 
     def refusal(self):
-        """The reason why the kernel's output cannot be kept, or None."""
+        """The reason why the kernel's output cannot be kept, or None; sets ``kernel``, which SDPA takes."""
         if any(t is not None and type(t) is not torch.Tensor for t in self.tensors):
             return "its tensors are of another class than torch.Tensor"
-        chosen = self._kernel(self.tensors)
-        if chosen == _MATH:
+        self.kernel = self._chosen(self.tensors)
+        if self.kernel == _MATH:
             return "SDPA takes its math kernel, which saves all weights of attention"
         mask = self.tensors[3]
         if mask is None:
             return None
-        if mask.dtype is torch.bool and chosen == _CUDNN and not _CONVERTS_ALIKE:
+        if mask.dtype is torch.bool and self.kernel == _CUDNN and not _CONVERTS_ALIKE:
             return "this torch converts a boolean mask for cuDNN in its own way"
-        if not mask.requires_grad and self._kernel(self.inputs()) != chosen:
+        if self._chosen(self.inputs()) != self.kernel:
             return "SDPA takes another kernel for a converted mask"
         return None
 
-    def _kernel(self, tensors):
+    def _chosen(self, tensors):
         return torch._fused_sdp_choice(
             *tensors, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
         )
@@ -169,7 +170,7 @@ class _SDPA:
 class _Function:
     """A call of another function of the interface, whose arguments are those of transformers."""
 
-    is_causal = True
+    kernel = None
 
     def __init__(self, function, args, kwargs):
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -255,7 +256,7 @@ class _Calls:
             output, self.records[-1] = _recorded(call, self.store)
             return output
         record = self.records[self.number - 1] if self.number <= len(self.records) else None
-        return call.plain() if record is None else record.replayed(call.inputs())
+        return call.plain() if record is None else record.replayed(call)
 
 
 def _hooks():
@@ -269,16 +270,19 @@ class _Record:
         given: the number of an input and a view of it, for each tensor that the checkpoint saves, in order.
         outputs: for each tensor of the output a reference to the kept tensor, a view of it, and whether it
             has a gradient; or an output that is no tensor.
+        kernel: of SDPA; another one may be chosen in the recomputation.
         generator: the state of the random numbers after the call, if it draws any.
     """
 
-    __slots__ = ("generator", "given", "outputs", "spec")
+    __slots__ = ("generator", "given", "kernel", "outputs", "spec")
 
-    def __init__(self):
-        self.given, self.outputs, self.spec, self.generator = [], [], None, None
+    def __init__(self, kernel):
+        self.given, self.outputs, self.spec, self.kernel, self.generator = [], [], None, kernel, None
 
-    def replayed(self, inputs):
-        """Hands the inputs to the hooks of the checkpoint; returns the kept output."""
+    def replayed(self, call):
+        """Hands the inputs of the call to the hooks of the checkpoint; returns the kept output."""
+        call.kernel = self.kernel
+        inputs = call.inputs()
         if self.generator is not None:
             _set_generator(inputs[0].device, self.generator)
         pack = _hooks()[0]
@@ -296,7 +300,7 @@ class _Record:
 
 def _recorded(call, store):
     """(output, record) of a call; the record is None if the output has no gradient."""
-    inputs, record, memory = call.inputs(), _Record(), {}
+    inputs, record, memory = call.inputs(), _Record(call.kernel), {}
     hooks = _Hooks(inputs, record, store, memory, *_hooks())
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
         output = call.run(inputs)

@@ -104,8 +104,13 @@ class MemoryPlan:
         self.arrange(path([Saving(cost, 1.0) for cost in costs]))
 
     def arrange(self, upgrades):
-        """Sets the path, before any step above level 0."""
+        """Sets the path. With another one than before, measurements above level 0 mean nothing."""
+        if upgrades == getattr(self, "upgrades", None):
+            return
         self.upgrades = upgrades
+        for measured in (*self.peaks.values(), *self.estimates.values(), self.forwards):
+            for level in [level for level in measured if level]:
+                del measured[level]
         states = [State.NOTHING] * len(self.layers[0])
         self.states = [tuple(states)]
         for number, state in upgrades:
