@@ -7,10 +7,13 @@ import torch
 
 from .._core.op.arguments import FLAG, TEXT, arguments
 from .._core.op.backend import register_family
-from .._core.op.types import Approximate
+from .._core.op.types import Activation, Approximate
 from . import gated
 
-_ACTIVATIONS = {(): "gelu", **{(approximate,): name for approximate, name in gated.GELU_NAMES.items()}}
+_ACTIVATIONS: dict[tuple, Activation] = {
+    (): "gelu",
+    **{(approximate,): name for approximate, name in gated.GELU_NAMES.items()},
+}
 register_family("geglu", gated.torch_kernels("geglu", _ACTIVATIONS), "liger.triton_kernels.geglu")
 _geglu, _geglu_packed = gated.gated_forms("geglu")
 
