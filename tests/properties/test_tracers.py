@@ -15,7 +15,7 @@ from forked_python import python
 from public_options import EFFECTS, problem, settings
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
-from traced_calls import assert_same, copies, parameters_of, results
+from traced_calls import assert_same, copies, parameters_of, results, skip_if_graph_breaks_lose_fields
 
 from liger._core.runtime.environment import triton_interpreted
 
@@ -104,6 +104,7 @@ def tracer_of(name, option):
     }[name]
 
 
+COMPILERS = ("aot_eager", "inductor")
 QUICK = ("export", "export no_grad", "make_fx", "jit.trace")
 SETTINGS = list(settings())
 DEFAULTS = [setting for setting in SETTINGS if setting.option is None]
@@ -156,11 +157,13 @@ def test_as_the_eager_call(tracer, setting):
     made = problem(setting)
     trace = tracer_of(tracer, setting.option)
     if (setting.option, tracer) in REFUSED:
-        # Strict export of torch 2.10 fails earlier, in dynamo, with a message of its own.
-        own_words = tracer == "export strict" and torch.__version__.startswith("2.10.")
+        # Strict export of these versions fails earlier, in dynamo, with a message of its own.
+        own_words = tracer == "export strict" and torch.__version__.startswith(("2.10.", "2.11."))
         with pytest.raises(Exception, match="" if own_words else rf"\b{setting.option}\b"):
             trace(made.module, made.inputs)
         return
+    if setting.option == "accumulate_grad_weight" and tracer in COMPILERS:
+        skip_if_graph_breaks_lose_fields()
     expected = _expected(setting)
     call, parameters = trace(made.module, made.inputs)
     assert_same(results(call, parameters, made.inputs), expected)

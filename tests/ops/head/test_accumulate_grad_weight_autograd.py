@@ -10,6 +10,7 @@ from public_options import Setting, problem, public, settings
 from test_accumulate_grad_weight import HIDDEN, ROWS, VOCAB, make, step, with_sum
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from traced_calls import skip_if_graph_breaks_lose_fields
 
 import liger
 
@@ -101,6 +102,7 @@ def test_loss_can_be_written_in_place(device):
 
 @pytest.mark.parametrize("x_needs_grad", [True, False])
 def test_compiled_code_breaks_the_graph(device, x_needs_grad):
+    skip_if_graph_breaks_lose_fields()
     x, weight, target, *_ = make(device)
     y = x.clone()
     expected = with_sum(torch.nn.Parameter(weight.detach().clone()))

@@ -4,8 +4,14 @@ saved."""
 
 import sys
 
+import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+
+
+def skip_if_graph_breaks_lose_fields():
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 loses the fields of a named tuple at a graph break, and raises an error")
 
 
 def copies(inputs):

@@ -147,16 +147,14 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options):
         input, target, bias, options: in the form that the op takes.
     """
 
-    # By name: torch.compile traces no property of a named tuple in torch 2.10, and no slice in 2.11.
-    o = options
-    others = o.ignore_index, o.label_smoothing, o.lse_square_scale, o.softcap, o.reduction, o.memory_budget
+    ce_weight, token_weight, denominator, *others, _accum_dtype, memory_budget = options
 
     def add(total, weight, saved, grads):
         x, y, b, *weights = saved
         x_weight = weight.to(x.dtype)
-        _ce_op(total, *grads, x, x_weight, y, b, *weights, *others)
+        _ce_op(total, *grads, x, x_weight, y, b, *weights, *others, memory_budget)
 
-    inputs = input, target, bias, o.ce_weight, o.token_weight, o.denominator
+    inputs = input, target, bias, ce_weight, token_weight, denominator
     names = "input", "target", "bias", "ce_weight", "token_weight", "denominator"
     return _add_in_backward("fused_linear_ce", "weight", weight, add, (loss,), inputs, names)[0]
 

@@ -188,7 +188,6 @@ def _head_loss(
     if lora is not None:
         return output_like(tokens, options.reduction, metrics, results)
     if parameter is not None:
-        # A plain tuple: at a graph break torch.compile of torch 2.11 loses fields of a named tuple.
         loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options)
         results = loss, *results[1:]
     return output_like(tokens, options.reduction, metrics, results)
