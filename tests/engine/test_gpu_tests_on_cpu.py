@@ -48,8 +48,7 @@ def gpu_tests():
             marks = [*marks_of(module), *marks_of(function)] if name.startswith("test_") else []
             if any(mark.name == "gpu" for mark in marks):
                 parameters = [mark.args for mark in marks if mark.name == "parametrize"]
-                for end in [0, -1] if parameters else [0]:
-                    yield pytest.param(function, parameters, end, id=f"{file.stem}-{name}-{end}")
+                yield pytest.param(function, parameters, id=f"{file.stem}-{name}")
 
 
 @pytest.fixture
@@ -89,9 +88,14 @@ def small_sizes(monkeypatch, function):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run here")
-@pytest.mark.parametrize("function, parameters, end", list(gpu_tests()))
-def test_calls(request, small_sizes, function, parameters, end):
+@pytest.mark.parametrize("function, parameters", list(gpu_tests()))
+def test_calls(request, small_sizes, function, parameters):
     """With the first values of all parameters, and with the last."""
+    for end in [0, -1] if parameters else [0]:
+        call(request, function, parameters, end)
+
+
+def call(request, function, parameters, end):
     chosen = {}
     for names, values in parameters:
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names

@@ -72,7 +72,7 @@ def test_one_outlier_does_not_cancel(device):
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
-@pytest.mark.parametrize("hidden", [40, 2048, 16384])
+@pytest.mark.parametrize("hidden", [40, 2048, *of_cuda(16384)])
 def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
     """Half types take differences from the first values: here those are what the variance consists of."""
     x = torch.randn(3, hidden, device=device, dtype=dtype)
@@ -81,7 +81,7 @@ def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", [1, 8, 64, 4096, 16384])
+@pytest.mark.parametrize("hidden", [1, 8, 64, 4096, *of_cuda(16384)])
 def test_rows_of_equal_elements(device, dtype, hidden):
     """No element differs from the mean, and no rounding may make one differ: rstd would multiply it by
     316."""
