@@ -3,7 +3,7 @@
 saving.
 
     pip install "liger-ops[transformers]" peft datasets accelerate
-    liger plan --model Qwen/Qwen3-1.7B --tokens 8192             # bytes of a step, before a GPU is rented
+    liger plan --model Qwen/Qwen3-1.7B --tokens 8192             # does a step fit, before a GPU is rented
     python examples/finetune_qwen3.py --output_dir out                  # LoRA on HuggingFaceH4/no_robots
     python examples/finetune_qwen3.py --output_dir out --full true --learning_rate 1e-5
     python examples/finetune_qwen3.py --output_dir out --data chats.jsonl --model my/folder

@@ -18,7 +18,7 @@
 // formulas in Python follow from the same names: python/liger/_core/op/declared.py.
 //
 // Calls outside of this scheme (create_graph, transforms, missing gradients, constant inputs of ops that
-// always compute all gradients) run the formula in Python, which is the only one for all of them.
+// always compute all gradients) run the formula in Python, which handles every call.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/function.h>

@@ -47,7 +47,7 @@ Readback::Readback(int device, const char* op) : device_(device), op_(op) {
 
 Readback::~Readback() {
   if (pending_) {
-    // An exception is unwinding. The kernel may still write: the memory returns to the pool only after it.
+    // The exception may arrive before the kernel is done, which still writes: the memory waits for it.
     const RelaxedCapture relaxed;
     cudaEventSynchronize(slot_.done);
   }

@@ -67,6 +67,8 @@ backward, because they fit the budget, and four elsewhere.
 With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
 with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
 checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
+With --tokens also the peak of a step on one GPU: weights, these activations, the lm_head, and where all weights are
+trained their gradients and AdamW's two moments, everything in --dtype.
 """
 
 
@@ -82,7 +84,7 @@ def _plan(parser):
         "--model",
         metavar="NAME_OR_CONFIG",
         help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
-        " token; a model of the Hub, a folder or a config.json. --tokens is optional",
+        " token; a model of the Hub, a folder or a config.json. With --tokens also the peak of a step",
     )
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"

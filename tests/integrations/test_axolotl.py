@@ -2,7 +2,10 @@
 """The plugin of axolotl: its entry point, its key in the configuration, and the model that it patches."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,21 @@ def test_axolotl_finds_and_merges_the_plugin(integration):
     assert patch_report(model).replaced
     with pytest.raises(TypeError, match="ropes"):
         functions.validate_config(dictionary(config | {"liger_ops": {"ropes": True}}))
+
+
+@pytest.mark.slow
+def test_tensor_parallel_loss_and_gradients(tmp_path):
+    """Two processes: the loss comes from the shards of the lm_head."""
+    pytest.importorskip(FRAMEWORK)
+    tiny_models.make("llama").save_pretrained(tmp_path)
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(Path(__file__).with_name("two_ranks_axolotl.py"), tmp_path),
+        ],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -43,7 +43,29 @@ def test_table(config, capsys):
     kept = 2 * (2 * 2048 + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2 * 8192
     remade = 2 * 2 * 2048 + 2 * 8192
     assert total[2:] == [f"{16 * (kept + remade):,}", f"{16 * kept:,}"]
-    assert "32,768 tokens" in out and "25.1 GiB" in out
+    assert "a step of 32,768 tokens" in out and "25.1 GiB" in out
+
+
+def test_a_step_is_the_sum_of_its_parts(config, capsys):
+    assert cli.main(["plan", "--model", config, "--tokens", "8K", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    head = 2 * 128256 * 2048
+    layer = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048
+    assert step["weights"] == 2 * head + 2 * (16 * layer + 2048)
+    # A chunk of logits, the float32 sum and the gradients of the hidden states and the weight.
+    assert 2**29 < step["head_peak"] < 2**29 + 3 * head + 2 * 8192 * 2048
+    assert step["gradients_and_moments"] == 3 * step["weights"] - head
+
+    assert cli.main(["plan", "--model", config, "--tokens", "8K"]) == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("peak with")]
+    activations = 8192 * step["plain"], 8192 * step["recompute"]
+    for line, others in zip(lines, (0, step["gradients_and_moments"]), strict=True):
+        peaks = [step["weights"] + step["head_peak"] + others + count for count in activations]
+        assert line.endswith(
+            "  ".join(f"{peak / 2**30:.1f} GiB".rjust(width) for peak, width in zip(peaks, (11, 14)))
+        )
+    assert not captured.err
 
 
 def test_json_and_dtype(config, capsys):

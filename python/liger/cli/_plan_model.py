@@ -16,15 +16,16 @@ from ._format import human_bytes, table
 from ._quiet import quiet_patching
 
 
-def run(name, dtype, tokens, as_json):
-    """Prints the table of a model; returns the exit code."""
+def run(name, dtype, tokens, as_json, head_peak):
+    """Prints the tables of a model; returns the exit code. ``head_peak(tokens, hidden, vocab, dtype)``: bytes
+    of the lm_head and its loss."""
     try:
         _refuse_unknown(name)
         from ..transformers.checkpointing.saved_bytes import saved_in_layers, uncounted_layers
 
         model = _model(name)
         with quiet_patching():
-            rows = saved_in_layers(liger.patch(model), dtype)
+            rows = saved_in_layers(liger.patch(model, verbose=False), dtype)
         others = uncounted_layers(model)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
@@ -35,8 +36,9 @@ def run(name, dtype, tokens, as_json):
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
+    step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
     if as_json:
-        result = {
+        result = step | {
             "rows": [vars(row) for row in rows],
             "plain": plain,
             "recompute": recompute,
@@ -46,8 +48,6 @@ def run(name, dtype, tokens, as_json):
         return 0
     lines = [(row.part, row.tensor, f"{row.plain:,}", f"{row.recompute:,}") for row in rows]
     lines.append(("these layers" if others else "all layers", "", f"{plain:,}", f"{recompute:,}"))
-    if tokens is not None:
-        lines.append((f"{tokens:,} tokens", "", human_bytes(plain * tokens), human_bytes(recompute * tokens)))
     layers = model.config.get_text_config().num_hidden_layers
     counted = f"{layers - others.total()} of {layers}" if others else layers
     print(
@@ -57,7 +57,37 @@ def run(name, dtype, tokens, as_json):
     if others:
         names = ", ".join(f"{count} x {name}" for name, count in others.items())
         print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
+    if step:
+        print(f"\n{_step_table(step, tokens, plain * tokens, recompute * tokens)}")
+        print("\nBeyond that: adapters, one layer's temporaries, CUDA's context, the allocator's fragments.")
     return 0
+
+
+def _step(model, dtype, tokens, head_peak):
+    """Bytes of a training step apart from the activations of the layers."""
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    text = model.config.get_text_config()
+    hidden, vocab = text.hidden_size, text.vocab_size
+    # The gradient of the head's weight is in the peak of the head.
+    return {
+        "weights": weights,
+        "head_peak": head_peak(tokens, hidden, vocab, dtype),
+        "gradients_and_moments": 3 * weights - vocab * hidden * dtype.itemsize,
+    }
+
+
+def _step_table(step, tokens, *activations):
+    frozen = step["weights"] + step["head_peak"]
+    trained = frozen + step["gradients_and_moments"]
+    rows = [
+        ("weights", *(step["weights"] for _ in activations)),
+        ("activations of the layers", *activations),
+        ("lm_head and its loss, at most", *(step["head_peak"] for _ in activations)),
+        ("peak with frozen weights (LoRA)", *(frozen + count for count in activations)),
+        ("peak with gradients and AdamW's moments", *(trained + count for count in activations)),
+    ]
+    lines = [(name, *map(human_bytes, counts)) for name, *counts in rows]
+    return table(lines, header=(f"a step of {tokens:,} tokens", "liger.patch", "recompute=True"))
 
 
 def _is_cached(name):
@@ -127,7 +157,7 @@ def _config(name):
     if not path.is_file():
         # With a connection that fails, transformers would try for half a minute before it looks into the
         # cache.
-        return AutoConfig.from_pretrained(name, local_files_only=_is_cached(name))
+        return AutoConfig.from_pretrained(name, local_files_only=path.is_dir() or _is_cached(name))
     settings = json.loads(path.read_text())
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ValueError("the configuration has no model_type")

@@ -184,6 +184,11 @@ def _complaint(arguments, dtype):
     return None
 
 
+def _head_peak(tokens, hidden, vocab, dtype):
+    """Bytes of the lm_head and its loss on the GPU of this machine, or on any without an engine of its own."""
+    return head_memory(tokens, hidden, vocab, dtype, True, _device_capability())["peak_liger"]
+
+
 def _planned_for(chosen, found):
     """The GPU that the plan is for, in words."""
     if chosen is not None:
@@ -203,7 +208,7 @@ def run(arguments):
         if unused:
             print(f"liger plan: --model takes no {', '.join(unused)}", file=sys.stderr)
             return 2
-        return _plan_model.run(arguments.model, dtype, arguments.tokens, arguments.json)
+        return _plan_model.run(arguments.model, dtype, arguments.tokens, arguments.json, _head_peak)
     if (complaint := _complaint(arguments, dtype)) is not None:
         print(f"liger plan: {complaint}", file=sys.stderr)
         return 2
@@ -230,10 +235,10 @@ def run(arguments):
     print(f"planned for {_planned_for(arguments.capability, found)}\n")
     rows = [
         ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
-        ("sum of the weight gradient, beside it", 0, memory["accumulator"]),
+        ("sum of the weight gradient over chunks", 0, memory["accumulator"]),
         ("working memory", 0, memory["working"]),
         ("gradients of hidden states and weight", memory["gradients"], memory["gradients"]),
-        ("most at one time", memory["peak"], memory["peak_liger"]),
+        ("peak", memory["peak"], memory["peak_liger"]),
     ]
     print(
         table(

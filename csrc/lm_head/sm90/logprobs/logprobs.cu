@@ -412,9 +412,9 @@ void check_row_gradient(const char* op, const char* name, const Tensor& gradient
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   m.def("takes_logprobs(int rows, int hidden, int vocab, int device) -> bool");
-  // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. Those
-  // of a forward without need_grad_weight serve no weight gradient. log_sum_sq_probs and mean_logits get the
-  // values of valid rows; empty if they are not needed.
+  // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. If
+  // the forward ran without need_grad_weight, the backward cannot compute a weight gradient from them.
+  // log_sum_sq_probs and mean_logits get the values of valid rows; empty if they are not needed.
   m.def("logprobs_forward(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight, Tensor(a!) log_sum_sq_probs, Tensor(b!) mean_logits) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
   m.def("logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool need_grad_input, bool need_grad_weight) -> (Tensor grad_input, Tensor grad_weight)");
 }
