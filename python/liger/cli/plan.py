@@ -185,7 +185,7 @@ def _complaint(arguments, dtype):
 
 
 def _head_peak(tokens, hidden, vocab, dtype):
-    """Bytes of the lm_head and its loss on the GPU of this machine, or on any without an engine of its own."""
+    """Bytes of the lm_head and its loss on the GPU of this machine, or on any that has no engine."""
     return head_memory(tokens, hidden, vocab, dtype, True, _device_capability())["peak_liger"]
 
 

@@ -73,8 +73,8 @@ def attention(module):
     norms = {name: each for name, each in found.items() if isinstance(each, NormRecipe)}
     if not norms:
         return recipe
-    # layer_idx is left out: in layers where it keeps the forward from rotating, the deferred norm is read, and
-    # so computed.
+    # layer_idx is left out: in layers where it keeps the forward from rotating, the deferred norm is read,
+    # and so computed.
     settings = tuple(setting for setting in trials.settings(module) if setting[0] != "layer_idx")
     sizes = tuple((name, type(child), _out_features(child)) for name, child in children.items())
     # A recipe may name the attribute that holds eps, so the value of eps belongs in the key.
