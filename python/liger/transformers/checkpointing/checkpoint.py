@@ -21,11 +21,13 @@ from ..recipe.classes import require_module
 from . import decoder_layers, device_memory
 from .activation_bytes import Probe
 from .agreement import Agreement
+from .device_memory import size_text
 from .memory_plan import MemoryPlan
+from .offload import HostStore
+from .offload import check as check_offload
 from .step import BackwardHook, Step
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_GIB = 2**30
 # Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
 _MAX_GROWING = 16
 # Between the starts of two steps, in units of a layer's activations: less does not change a plan.
@@ -33,7 +35,12 @@ _MIN_GROWTH = 0.25
 
 
 def checkpoint(
-    model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
+    model: _Model,
+    memory: int | float | str | None = "auto",
+    *,
+    offload: bool | int | None = None,
+    tokens: int | None = None,
+    group: Any = None,
 ) -> _Model:
     """Gradient checkpointing of as many decoder layers as the memory asks for; the others keep their
     activations.
@@ -56,6 +63,10 @@ def checkpoint(
             measurement. On a CPU it must be in bytes and counts parameters, gradients and the activations of
             layers alone. None ends the planning and restores the checkpointing that the model had before, or
             that other code has turned on or off since.
+        offload: True for the inputs of recomputed layers in pinned host memory until the backward, or the
+            bytes of host memory that they may have. Copies overlap with the work of other layers. What has
+            no room on the host stays on the device. None: as ``activation_checkpointing_enable(offload=)``
+            of transformers asks, and with memory="auto" also after a step that has run out of memory.
         tokens: the tokens of the longest step that will come, padding included, on any rank. None: the
             longest step so far.
         group: the process group that runs this model and must agree on a plan. None: all processes.
@@ -64,9 +75,10 @@ def checkpoint(
         The same model.
 
     Raises:
-        TypeError: model is not a module, or memory or tokens have another type.
-        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on
-            the CPU of a machine with one: in the first step); a model without decoder layers.
+        TypeError: model is not a module, or memory, offload or tokens have another type.
+        ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
+            bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
+            model without decoder layers.
 
     Example::
 
@@ -76,6 +88,7 @@ def checkpoint(
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:
         device_memory.check(memory)
+    check_offload(offload)
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
         raise TypeError(
             f"liger.transformers.checkpoint: tokens must be an int or None, not {type(tokens).__name__}"
@@ -90,7 +103,7 @@ def checkpoint(
                 f"liger.transformers.checkpoint: {type(model).__name__} has no decoder layers; looked for a list of "
                 "transformers' GradientCheckpointingLayer or of modules whose class is named ...Layer or ...Block"
             )
-        Planner(model, layers, memory, tokens, Agreement(group))
+        Planner(model, layers, memory, tokens, Agreement(group), HostStore(offload))
     return model
 
 
@@ -116,10 +129,10 @@ def planners(model):
 class Planner:
     """The state of :func:`checkpoint`; a copy of the model gets a copy of it."""
 
-    def __init__(self, model, layers, memory, tokens, agreement):
+    def __init__(self, model, layers, memory, tokens, agreement, store):
         self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
-        self.agreement = agreement
-        self.switches = decoder_layers.Switches(model, layers)
+        self.agreement, self.store = agreement, store
+        self.switches = decoder_layers.Switches(model, layers, store)
         self.allowed = len(layers)
         if decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped:
             self.allowed -= 1
@@ -173,6 +186,8 @@ class Planner:
             return
         if self.meter is None:
             self._begin(hidden)
+        if self.switches.read():
+            self.forget()
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
             phase = self._phase()
@@ -180,17 +195,20 @@ class Planner:
             self.starts.append(now)
             self.phase_start[phase] = now
             self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
+        self.store.begin(is_new_step=not self.step.forwards)
         self._choose(self.step, hidden)
 
     def _after(self, layer, args, output):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or self.step is None:
             return
+        self.store.flush()
         hidden = output[0] if isinstance(output, tuple) else output
         if not (layer.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad):
             return
         if self.step.is_measured and self.step.forwards == 1:
             # Layers that count their activations have not stored their input, as a checkpoint does.
-            missing = len(self.probes) * hidden.nbytes
+            # Of these inputs one at most would be on the device with offload.
+            missing = min(len(self.probes), 1 if self.store.is_on else len(self.layers)) * hidden.nbytes
             self.step.after_forward = self.meter.read()[0]
             self.step.forward_bytes = self.step.after_forward - self.step.start + missing
         hook = BackwardHook(self.step, self.meter)
@@ -256,6 +274,9 @@ class Planner:
                 self.allowed = fewer
                 self._say(f"a step {reason}: at most {fewer} layers keep their activations from now on")
             if ooms > step.ooms:
+                if not step.kept and self.memory == "auto" and self.switches.turn_on():
+                    self._say("a step ran out of memory: inputs of layers are offloaded from now on")
+                    self.forget()
                 return
         if not step.is_measured or step.is_disturbed or not step.backward:
             return
@@ -272,11 +293,16 @@ class Planner:
                 for probe in self.probes.values():
                     probe.bytes = 0
                 return
-            costs = [self.probes[kind].bytes for kind in kinds]
+            # A kept layer has its input on the device.
+            inputs = step.inputs if self.store.is_on else 0
+            costs = [self.probes[kind].bytes + inputs for kind in kinds]
             self.plan = MemoryPlan(costs, step.load, self.meter.exact)
-            self.largest_cost = max(costs)
+            self.largest_cost = max(costs) - inputs
             self.probes = {}
-        counted = len(self.layers) * step.inputs + self.largest_cost + self.plan.cost(step.kept)
+        inputs = len(self.layers) * step.inputs - self.store.moved
+        if self.store.is_on:
+            inputs -= step.kept * step.inputs
+        counted = inputs + self.largest_cost + self.plan.cost(step.kept)
         if self.meter.exact:
             peak = self.meter.peak(counted)
         self.plan.record(
@@ -332,7 +358,7 @@ class Planner:
         if self.plan is None:
             return 0
         start = step.start if self.sees_gradients else max(self.starts)
-        room = self.meter.limit - start
+        room = self.meter.limit - start - self.store.shortage(self.plan.ratio(self.longest))
         return self.plan.max_kept(step.phase, self.longest, room, min(allowed, self.allowed))
 
     def _probe(self):
@@ -351,7 +377,8 @@ class Planner:
         """The plan in one line."""
         count, name = len(self.layers), type(self.layers[0]).__name__
         if self.plan is None or not self.kept:
-            return f"all {count} {name} recomputed until a step has been measured"
+            offloaded = ", their inputs offloaded" if self.store.is_on else ""
+            return f"all {count} {name} recomputed{offloaded} until a step has been measured"
         phase = False not in self.kept
         kept = self.kept[phase]
         text = f"{count - kept} of {count} {name} recomputed"
@@ -360,10 +387,13 @@ class Planner:
             text += f" ({count - other} where gradients of earlier micro-batches exist)"
         if kept:
             average = self.plan.cost(kept, self.plan.ratio(self.longest)) / kept
-            text += f", {kept} keep {_size(average)} each"
+            text += f", {kept} keep {size_text(average)} each"
         text += f", at {self.longest[0]} tokens"
         need = self.plan.need(phase, kept, self.longest)
-        return f"{text}; peak at most {_size(self.last_start[phase] + need)} of {_size(self.meter.limit)}"
+        text += f"; peak at most {size_text(self.last_start[phase] + need)} of {size_text(self.meter.limit)}"
+        if self.store.is_on:
+            text += f"; {self.store.summary}"
+        return f"{text}; instead of {self.switches.replaced}" if self.switches.replaced else text
 
     def _report(self, step, before, fell_back):
         self.last_start[step.phase] = step.start
@@ -379,7 +409,3 @@ class Planner:
     def _say(self, text):
         if self.agreement.is_first:
             print(f"liger: checkpoint: {text}", file=sys.stderr, flush=True)
-
-
-def _size(count):
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 100 else f"{count / 2**20:.2f} MiB"

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
+from .offload import Offloaded
 
 # Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the
 # attributes before a hook of the layer can set them.
@@ -76,13 +77,16 @@ class Switches:
     What other code has set since stays.
     """
 
-    def __init__(self, model, layers):
-        self.layers, self._kept = layers, None
+    def __init__(self, model, layers, store):
+        self.layers, self.store, self._kept = layers, store, None
+        # What the model had asked for in words, where a plan does something else.
+        self.replaced = ""
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
         # By module: the attributes that other code has set, and those that this object has set since.
         self._before, self._ours = {}, {}
+        self.read()
         for module in model.modules():
             if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
                 flag, function = True, _checkpointing_of(module)
@@ -104,12 +108,36 @@ class Switches:
         """The last ``kept`` layers keep their activations, the others are recomputed."""
         first = len(self.layers) - kept
         # Other code that turns checkpointing on or off does so for all layers.
-        ends = ((self.layers[0], first == 0), (self.layers[-1], kept > 0))
-        if kept == self._kept and all(_is_set(*end) for end in ends):
+        if kept == self._kept and all(map(self._is_set, (self.layers[0], self.layers[-1]))):
             return
         self._kept = kept
         for number, layer in enumerate(self.layers):
-            self._set(layer, keep if number >= first else _checkpointing_of(layer))
+            function = keep if number >= first else _checkpointing_of(layer)
+            if function is not keep and self.store.is_on:
+                # The backward asks for the inputs of the last of these layers at once.
+                function = Offloaded(self.store, function, stays=number == first - 1)
+            self._set(layer, function)
+
+    def _is_set(self, layer):
+        flag, function = self._ours.get(layer, (None, None))
+        return vars(layer).get(FLAG) is flag and vars(layer).get(FUNCTION) is function
+
+    def turn_on(self):
+        """Offloads from the next :meth:`turn` on; returns whether that is a change."""
+        if not self.store.turn_on():
+            return False
+        self._kept = None
+        return True
+
+    def read(self):
+        """Reads what transformers' activation_checkpointing_enable has set since: ``every_n_layers`` and
+        ``offload``, which turns the store on. Returns whether it did."""
+        if self._is_set(self.layers[0]):
+            return False
+        flags = [vars(layer).get(FLAG) for layer in self.layers]
+        if True in flags and False in flags:
+            self.replaced = f"every_n_layers, {flags.count(True)} of {len(flags)} layers recomputed"
+        return _offloads(vars(self.layers[0]).get(FUNCTION)) and self.turn_on()
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
@@ -149,6 +177,10 @@ def _checkpointing_of(module):
     """The function by which the module is recomputed: the user's, from the Trainer for example, or
     torch's."""
     found = vars(module).get(FUNCTION)
+    if isinstance(found, Offloaded):
+        found = found.function
+    if _offloads(found):
+        found = functools.partial(checkpoint, **found.keywords)
     # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
     if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_probe", False):
         found = vars(module).get(_RECOMPUTE, recompute)
@@ -162,8 +194,11 @@ def _hides_steps(function):
     return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 
-def _is_set(layer, keeps):
-    return vars(layer).get(FLAG) is True and (vars(layer).get(FUNCTION) is keep) == keeps
+def _offloads(function):
+    """True for the function by which transformers (5.24) checkpoints and copies saved tensors to the host, on
+    the stream that computes."""
+    made_by = getattr(getattr(function, "func", None), "__qualname__", "")
+    return made_by.endswith("_activation_checkpointing_enable.<locals>.checkpoint_func")
 
 
 def _forward(layer, replaced, *args, **kwargs):
