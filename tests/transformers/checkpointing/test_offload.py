@@ -3,12 +3,14 @@
 moved, other packages, bad arguments."""
 
 import copy
+import functools
 import gc
 import pickle
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 pytest.importorskip("transformers")
 
@@ -415,6 +417,23 @@ def test_a_function_of_the_user(reentrant):
     for _ in range(3):
         assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
     assert planner.store.moved == 2 * INPUT
+
+
+def test_selective_checkpointing():
+    """A policy of the user decides what a layer saves, and its inputs go to the host."""
+
+    def policy(context, op, *args, **kwargs):
+        is_saved = str(op).startswith(("aten.mm", "aten.addmm"))
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    models = [llama(), llama()]
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    methods.enable(models[0], context_fn=contexts)
+    planner = planned(models[0])
+    for _ in range(2):
+        allow(planner, 0)
+        assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
+    assert planner.store.moved == 3 * INPUT
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -13,10 +13,13 @@ the backward asks for them at once.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections import deque
 
 import torch
+import torch.utils.checkpoint
 
 from . import host_pool
 from .device_memory import size_text
@@ -307,7 +310,7 @@ class Offloaded:
     """
 
     def __init__(self, store, function, stays):
-        self.store, self.function, self.stays = store, function, stays
+        self.store, self.function, self.stays = store, _with_own_choice(function), stays
 
     def __call__(self, function, *args, **kwargs):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -321,6 +324,21 @@ class Offloaded:
 
         with store.layer(self.stays), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return self.function(function, *args, **kwargs)
+
+
+def _with_own_choice(function):
+    """torch's checkpoint with a policy of what to save (context_fn) would warn of hooks around it; the policy
+    saves without them."""
+    options = getattr(function, "keywords", {})
+    if "context_fn" not in options or not _KNOWS_HOOKS or "respect_saved_tensors_hooks" in options:
+        return function
+    return functools.partial(function, respect_saved_tensors_hooks=False)
+
+
+# Since torch 2.14.
+_KNOWS_HOOKS = (
+    "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+)
 
 
 def _unpack(packed):
