@@ -19,6 +19,7 @@ from planned_llama import PLENTY
 import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing.checkpoint import planners
+from liger.transformers.checkpointing.copy_streams import CudaStreams
 
 pytestmark = pytest.mark.gpu
 
@@ -158,8 +159,6 @@ def test_sanitizer_of_streams(variant):
 def test_memory_of_the_host_that_cannot_be_pinned(monkeypatch):
     def refuse(size):
         raise RuntimeError("CUDA error: out of memory")
-
-    from liger.transformers.checkpointing.offload import CudaStreams
 
     monkeypatch.setattr(CudaStreams, "block", staticmethod(refuse))
     model = make()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from ..._core.dtensor.inputs import is_dtensor
 
 _NAME = "liger.transformers.release_gradients"
 
@@ -124,7 +125,7 @@ class _Release:
                 "(main_grad?), where the optimizer expects it"
             )
         is_joint = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if is_joint and not isinstance(parameter, DTensor):
+        if is_joint and not is_dtensor(parameter):
             raise RuntimeError(
                 f"{_NAME}: on {dist.get_world_size()} ranks the parameters must be sharded by fully_shard. Other "
                 "wrappers, such as DistributedDataParallel, reduce gradients after this hook"
