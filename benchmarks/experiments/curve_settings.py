@@ -19,7 +19,6 @@ from liger.transformers.checkpointing import methods
 from liger_bench import on_ranks
 from liger_bench.captured_step import WARM_UP, CapturedStep
 from liger_bench.model_contestants import with_liger_kernel
-from liger_bench.step_in_backward import StepInBackward
 
 from . import sharded_training
 
@@ -81,7 +80,9 @@ def planned_checkpointing(model, batches, machine):
 
 
 def step_in_backward(model, batches, machine):
-    step = training_step(model, StepInBackward(model.parameters(), optimizer_of))
+    optimizer = optimizer_of(model.parameters())
+    liger.transformers.release_gradients(optimizer)
+    step = training_step(model, optimizer)
     return [step(tokens) for tokens in batches]
 
 

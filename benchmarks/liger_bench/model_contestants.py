@@ -12,8 +12,6 @@ import torch
 
 import liger
 
-from .step_in_backward import StepInBackward
-
 # Steps until a plan of checkpointing is final.
 _PLANNED_WARM_UP = 8
 
@@ -28,10 +26,12 @@ def adamw_8bit(parameters, capturable=False):
 
 
 def in_backward(make):
-    """``make`` for each parameter, with its step in the backward."""
+    """``make`` with its steps in the backward."""
 
     def of_parameters(parameters, capturable=False):
-        return StepInBackward(parameters, functools.partial(make, capturable=capturable))
+        optimizer = make(parameters, capturable=capturable)
+        liger.transformers.release_gradients(optimizer)
+        return optimizer
 
     return of_parameters
 

@@ -63,7 +63,9 @@ def test_a_step_is_the_sum_of_its_parts(config, capsys):
     for line, others in zip(lines, (0, step["gradients_and_moments"]), strict=True):
         peaks = [step["weights"] + step["head_peak"] + others + count for count in activations]
         assert line.endswith(
-            "  ".join(f"{peak / 2**30:.1f} GiB".rjust(width) for peak, width in zip(peaks, (11, 14), strict=True))
+            "  ".join(
+                f"{peak / 2**30:.1f} GiB".rjust(width) for peak, width in zip(peaks, (11, 14), strict=True)
+            )
         )
     assert not captured.err
 

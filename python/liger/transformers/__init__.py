@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing("liger.patch", "transformers"), name="transformers") from error
 
 from .checkpointing.checkpoint import checkpoint
+from .checkpointing.gradient_release import release_gradients
 from .mlp.experts import register as _register_experts
 from .patching.future import patch_future, unpatch_future
 from .patching.patch import patch, unpatch
@@ -26,6 +27,7 @@ __all__ = [
     "patch",
     "patch_future",
     "patch_report",
+    "release_gradients",
     "unpatch",
     "unpatch_future",
 ]

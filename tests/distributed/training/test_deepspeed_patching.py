@@ -11,7 +11,7 @@ from test_deepspeed_families import CONFIG, run
 from transformers.integrations import HfDeepSpeedConfig
 
 import liger
-from liger.transformers.checkpointing import methods
+from liger.transformers.checkpointing import methods, offload
 from liger.transformers.checkpointing.checkpoint import planners
 
 REENTRANT = ["qwen3", "gemma3", "mixtral"]
@@ -75,17 +75,20 @@ def test_lora(targets, save_head):
     run("qwen3", make=lora, whole=lora)
 
 
+@pytest.mark.parametrize("choice", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
-def test_planned_checkpointing(name):
+def test_planned_checkpointing(name, choice, monkeypatch):
     """The first step recomputes every layer, the later ones none. On a GPU one layer keeps its activations
     until a step has confirmed the counted bytes."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
     planned = []
 
     def change(model):
-        liger.transformers.checkpoint(model, 10**12)
+        liger.transformers.checkpoint(model, 10**12, offload=choice)
         planned.append(model)
 
     run(name, change=change)
     for model in planned:
         (planner,) = planners(model)
+        assert (planner.store.most > 0) == choice
         assert planner.step.kept == (1 if ranks.ON_GPU else len(planner.layers))

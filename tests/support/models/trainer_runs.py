@@ -22,7 +22,7 @@ class Tokens(torch.utils.data.Dataset):
         return row
 
 
-def train(model, folder, **overrides):
+def train(model, folder, optimizers=(None, None), **overrides):
     """The losses that three optimizer steps of the Trainer log, and its evaluation loss."""
     pytest.importorskip("accelerate")
     settings = {
@@ -43,7 +43,9 @@ def train(model, folder, **overrides):
     if arguments.n_gpu > 1:
         # Otherwise the Trainer would replicate the model by nn.DataParallel.
         arguments._n_gpu = 1
-    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(), optimizers=optimizers
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate()["eval_loss"]]

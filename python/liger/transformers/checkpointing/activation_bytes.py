@@ -54,7 +54,8 @@ class Probe:
                 or x.device.type == "cpu"
                 or _address(x) in weights
             )
-            return x if stays else HostCopy(x)
+            # A node that saves its own output would keep itself alive.
+            return (x if x.is_leaf else x.detach()) if stays else HostCopy(x)
 
         def unpack(packed):
             return packed.restored() if isinstance(packed, HostCopy) else packed

@@ -22,12 +22,14 @@ from ..recipe.classes import require_module
 from . import decoder_layers, device_memory
 from .activation_bytes import Probe
 from .agreement import Agreement
+from .device_memory import size_text
 from .layer_times import LayerTimer, estimated
 from .memory_plan import MemoryPlan, Saving, path
+from .offload import HostStore
+from .offload import check as check_offload
 from .step import BackwardHook, Step
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_GIB = 2**30
 # Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
 _MAX_GROWING = 16
 # Between the starts of two steps, in units of a layer's activations: less does not change a plan.
@@ -35,7 +37,12 @@ _MIN_GROWTH = 0.25
 
 
 def checkpoint(
-    model: _Model, memory: int | float | str | None = "auto", *, tokens: int | None = None, group: Any = None
+    model: _Model,
+    memory: int | float | str | None = "auto",
+    *,
+    offload: bool | int | None = None,
+    tokens: int | None = None,
+    group: Any = None,
 ) -> _Model:
     """Gradient checkpointing of as much of the decoder layers as the memory asks for.
 
@@ -59,6 +66,10 @@ def checkpoint(
             measurement. On a CPU it must be in bytes and counts parameters, gradients and the activations of
             layers alone. None ends the planning and restores the checkpointing that the model had before, or
             that other code has turned on or off since.
+        offload: True for the inputs of recomputed layers in pinned host memory until the backward, or the
+            bytes of host memory that they may have. Copies overlap with the work of other layers. What has
+            no room on the host stays on the device. None: as ``activation_checkpointing_enable(offload=)``
+            of transformers asks, and with memory="auto" also after a step that has run out of memory.
         tokens: the tokens of the longest step that will come, padding included, on any rank. None: the
             longest step so far.
         group: the process group that runs this model and must agree on a plan. None: all processes.
@@ -67,9 +78,10 @@ def checkpoint(
         The same model.
 
     Raises:
-        TypeError: model is not a module, or memory or tokens have another type.
-        ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on
-            the CPU of a machine with one: in the first step); a model without decoder layers.
+        TypeError: model is not a module, or memory, offload or tokens have another type.
+        ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
+            bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
+            model without decoder layers.
 
     Example::
 
@@ -79,6 +91,7 @@ def checkpoint(
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:
         device_memory.check(memory)
+    check_offload(offload)
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
         raise TypeError(
             f"liger.transformers.checkpoint: tokens must be an int or None, not {type(tokens).__name__}"
@@ -93,7 +106,7 @@ def checkpoint(
                 f"liger.transformers.checkpoint: {type(model).__name__} has no decoder layers; looked for a list of "
                 "transformers' GradientCheckpointingLayer or of modules whose class is named ...Layer or ...Block"
             )
-        Planner(model, layers, memory, tokens, Agreement(group))
+        Planner(model, layers, memory, tokens, Agreement(group), HostStore(offload))
     return model
 
 
@@ -119,10 +132,10 @@ def planners(model):
 class Planner:
     """The state of :func:`checkpoint`; a copy of the model gets a copy of it."""
 
-    def __init__(self, model, layers, memory, tokens, agreement):
+    def __init__(self, model, layers, memory, tokens, agreement, store):
         self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
-        self.agreement = agreement
-        self.switches = decoder_layers.Switches(model, layers)
+        self.agreement, self.store = agreement, store
+        self.switches = decoder_layers.Switches(model, layers, store)
         # The highest level of the plan, and the first layers that keep nothing at any level.
         self.allowed = sys.maxsize
         self.fixed = int(decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped)
@@ -182,6 +195,8 @@ class Planner:
             return
         if self.meter is None:
             self._begin(hidden)
+        if self.switches.read():
+            self.forget()
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
             phase = self._phase()
@@ -189,17 +204,20 @@ class Planner:
             self.starts.append(now)
             self.phase_start[phase] = now
             self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
+        self.store.begin(is_new_step=not self.step.forwards)
         self._choose(self.step, hidden)
 
     def _after(self, layer, args, output):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or self.step is None:
             return
+        self.store.flush()
         hidden = output[0] if isinstance(output, tuple) else output
         if not (layer.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad):
             return
         if self.step.is_measured and self.step.forwards == 1:
             # Layers that count their activations have not stored their input, as a checkpoint does.
-            missing = len(self.probes) * hidden.nbytes
+            # Of these inputs one at most would be on the device with offload.
+            missing = min(len(self.probes), 1 if self.store.is_on else len(self.layers)) * hidden.nbytes
             self.step.after_forward = self.meter.read()[0]
             self.step.forward_bytes = self.step.after_forward - self.step.start + missing
         hook = BackwardHook(self.step, self.meter)
@@ -272,6 +290,9 @@ class Planner:
                 words += f" and {attention} their attention" if attention else ""
                 self._say(f"a step {reason}: {words} from now on")
             if ooms > step.ooms:
+                if not step.kept and self.memory == "auto" and self.switches.turn_on():
+                    self._say("a step ran out of memory: inputs of layers are offloaded from now on")
+                    self.forget()
                 return
         if not step.is_measured or step.is_disturbed or not step.backward:
             return
@@ -288,8 +309,11 @@ class Planner:
                 for probe in self.probes.values():
                     probe.bytes = 0
                 return
-            self._make_plan(kinds, step.load)
-        counted = len(self.layers) * step.inputs + self.largest_cost + self.plan.cost(step.kept)
+            self._make_plan(kinds, step)
+        inputs = len(self.layers) * step.inputs - self.store.moved
+        if self.store.is_on:
+            inputs -= self.plan.counts(step.kept)[-1] * step.inputs
+        counted = inputs + self.largest_cost + self.plan.cost(step.kept)
         if self.meter.exact:
             peak = self.meter.peak(counted)
         self.plan.record(
@@ -301,10 +325,12 @@ class Planner:
             outdated=self._has_grown(phase, now),
         )
 
-    def _make_plan(self, kinds, load):
+    def _make_plan(self, kinds, step):
         """Costs and times by the probes and timers of the last step."""
         measured = {kind: timer.microseconds() for kind, timer in self.timers.items()}
         refusal = self.switches.refusal()
+        # A layer that keeps everything has its input on the device.
+        inputs = step.inputs if self.store.is_on else 0
         savings = {}
         for kind, probe in self.probes.items():
             # All times in one unit: one kind without a measurement leaves the estimates to decide.
@@ -312,15 +338,15 @@ class Planner:
             counter = probe.attention
             times = measured[kind] if is_measured else estimated(probe.layer, probe.tokens, counter.flops)
             kept = 0 if refusal or counter.refusal else counter.bytes
-            savings[kind] = Saving(probe.bytes, times[0], kept, times[1])
+            savings[kind] = Saving(probe.bytes + inputs, times[0], kept, times[1])
         refusals = [probe.attention.refusal for probe in self.probes.values()]
         self.refusal = refusal or (refusals[0] if all(refusals) else None)
         self.savings = [savings[kind] for kind in kinds]
         costs, attention = zip(
             *((saving.bytes, saving.attention_bytes) for saving in self.savings), strict=True
         )
-        self.plan = MemoryPlan(costs, load, self.meter.exact, attention)
-        self.largest_cost = max(costs)
+        self.plan = MemoryPlan(costs, step.load, self.meter.exact, attention)
+        self.largest_cost = max(costs) - inputs
         self.probes, self.timers = {}, {}
 
     def _arrange(self):
@@ -386,7 +412,7 @@ class Planner:
         if self.plan is None or not self.is_arranged:
             return 0
         start = step.start if self.sees_gradients else max(self.starts)
-        room = self.meter.limit - start
+        room = self.meter.limit - start - self.store.shortage(self.plan.ratio(self.longest))
         return self.plan.max_kept(step.phase, self.longest, room, min(allowed, self.allowed))
 
     def _probe(self):
@@ -412,7 +438,8 @@ class Planner:
         """The plan in one line."""
         count, name = len(self.layers), type(self.layers[0]).__name__
         if self.plan is None or not self.kept:
-            return f"all {count} {name} recomputed until a step has been measured"
+            offloaded = ", their inputs offloaded" if self.store.is_on else ""
+            return f"all {count} {name} recomputed{offloaded} until a step has been measured"
         phase = False not in self.kept
         kept = self.kept[phase]
         ratio = self.plan.ratio(self.longest)
@@ -424,20 +451,20 @@ class Planner:
             text += f" ({count - others[-1]} where gradients of earlier micro-batches exist)"
         if attention:
             of_attention = self.plan.attention_cost(kept, ratio)
-            text += (
-                f", {attention} of them but for attention, which keeps {_size(of_attention / attention)} each"
-            )
+            text += f", {attention} of them but for attention, which keeps {size_text(of_attention / attention)} each"
         if everything:
             average = (self.plan.cost(kept, ratio) - self.plan.attention_cost(kept, ratio)) / everything
-            text += f", {everything} keep {_size(average)} each"
+            text += f", {everything} keep {size_text(average)} each"
         text += f", at {self.longest[0]} tokens"
         need = self.plan.need(phase, kept, self.longest)
-        text += f"; peak at most {_size(self.last_start[phase] + need)} of {_size(self.meter.limit)}"
+        text += f"; peak at most {size_text(self.last_start[phase] + need)} of {size_text(self.meter.limit)}"
         if not self.meter.exact and self.plan.is_measured(phase, kept):
-            text += f", measured {_size(self.last_start[phase] + self.plan.peaks[phase][kept])}"
+            text += f", measured {size_text(self.last_start[phase] + self.plan.peaks[phase][kept])}"
+        if self.store.is_on:
+            text += f"; {self.store.summary}"
         if nothing and self.refusal is not None:
             text += f"; attention alone is not kept: {self.refusal}"
-        return text
+        return f"{text}; instead of {self.switches.replaced}" if self.switches.replaced else text
 
     def _report(self, step, before, fell_back):
         self.last_start[step.phase] = step.start
@@ -454,7 +481,3 @@ class Planner:
     def _say(self, text):
         if self.agreement.is_first:
             print(f"liger: checkpoint: {text}", file=sys.stderr, flush=True)
-
-
-def _size(count):
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 100 else f"{count / 2**20:.2f} MiB"

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..recipe.classes import recipe_of
 from .kept_attention import KeptAttention, intercept, refusal_of
 from .memory_plan import State
+from .offload import Offloaded
 
 # Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the
 # attributes before a hook of the layer can set them.
@@ -78,14 +79,17 @@ class Switches:
     What other code has set since stays.
     """
 
-    def __init__(self, model, layers):
-        self.layers, self._states = layers, None
+    def __init__(self, model, layers, store):
+        self.layers, self.store, self._states = layers, store, None
         self._nothing = (State.NOTHING,) * len(layers)
+        # What the model had asked for in words, where a plan does something else.
+        self.replaced = ""
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
         # By module: the attributes that other code has set, and those that this object has set since.
         self._before, self._ours = {}, {}
+        self.read()
         for module in model.modules():
             if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
                 flag, function = True, _checkpointing_of(module)
@@ -107,16 +111,19 @@ class Switches:
         """Sets what each layer keeps; None: nothing."""
         states = self._nothing if states is None else states
         # Other code that turns checkpointing on or off does so for all layers.
-        ends = ((self.layers[0], states[0]), (self.layers[-1], states[-1]))
-        if states == self._states and all(_is_set(*end) for end in ends):
+        if states == self._states and all(map(self._is_set, (self.layers[0], self.layers[-1]))):
             return
         self._states = states
-        for layer, state in zip(self.layers, states, strict=True):
+        last = max((n for n, state in enumerate(states) if state != State.EVERYTHING), default=None)
+        for number, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             function = keep
             if state != State.EVERYTHING:
                 function = _checkpointing_of(layer)
             if state == State.ATTENTION:
                 function = KeptAttention(function)
+            if function is not keep and self.store.is_on:
+                # The backward asks for the inputs of the last of these layers at once.
+                function = Offloaded(self.store, function, stays=number == last)
             self._set(layer, function)
 
     def recomputing(self, layer):
@@ -131,6 +138,27 @@ class Switches:
         """Has the attention of the layers ask what the layer keeps."""
         for layer in self.layers:
             intercept(layer)
+
+    def _is_set(self, layer):
+        flag, function = self._ours.get(layer, (None, None))
+        return vars(layer).get(FLAG) is flag and vars(layer).get(FUNCTION) is function
+
+    def turn_on(self):
+        """Offloads from the next :meth:`turn` on; returns whether that is a change."""
+        if not self.store.turn_on():
+            return False
+        self._states = None
+        return True
+
+    def read(self):
+        """Reads what transformers' activation_checkpointing_enable has set since: ``every_n_layers`` and
+        ``offload``, which turns the store on. Returns whether it did."""
+        if self._is_set(self.layers[0]):
+            return False
+        flags = [vars(layer).get(FLAG) for layer in self.layers]
+        if True in flags and False in flags:
+            self.replaced = f"every_n_layers, {flags.count(True)} of {len(flags)} layers recomputed"
+        return _offloads(vars(self.layers[0]).get(FUNCTION)) and self.turn_on()
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
@@ -170,6 +198,10 @@ def _checkpointing_of(module):
     """The function by which the module is recomputed: the user's, from the Trainer for example, or
     torch's."""
     found = vars(module).get(FUNCTION)
+    if isinstance(found, Offloaded):
+        found = found.function
+    if _offloads(found):
+        found = functools.partial(checkpoint, **found.keywords)
     # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
     if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_planned", False):
         found = vars(module).get(_RECOMPUTE, recompute)
@@ -183,10 +215,11 @@ def _hides_steps(function):
     return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 
-def _is_set(layer, state):
-    function = vars(layer).get(FUNCTION)
-    kept = State.ATTENTION if isinstance(function, KeptAttention) else State.NOTHING
-    return vars(layer).get(FLAG) is True and (State.EVERYTHING if function is keep else kept) == state
+def _offloads(function):
+    """True for the function by which transformers (5.24) checkpoints and copies saved tensors to the host, on
+    the stream that computes."""
+    made_by = getattr(getattr(function, "func", None), "__qualname__", "")
+    return made_by.endswith("_activation_checkpointing_enable.<locals>.checkpoint_func")
 
 
 def _forward(layer, replaced, *args, **kwargs):

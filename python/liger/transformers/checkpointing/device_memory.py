@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from .activation_bytes import plain_tensors
+from .gradient_release import is_released
 
 # Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching
 # allocator had reserved beyond the peak of allocated memory.
@@ -113,8 +114,12 @@ class CountedMemory:
         return sum(_local_bytes(t) + _local_bytes(t.grad) for t in tensors), 0, 0
 
     def start(self):
-        missing = (_local_bytes(p) for p in self.model.parameters() if p.requires_grad and p.grad is None)
-        self._start = self.read()[0] + sum(missing)
+        missing = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+        sizes = {True: [0], False: [0]}
+        for parameter in missing:
+            sizes[is_released(parameter)].append(_local_bytes(parameter))
+        # Of released gradients one exists at a time.
+        self._start = self.read()[0] + sum(sizes[False]) + max(sizes[True])
 
     def note(self):
         pass
@@ -126,3 +131,8 @@ class CountedMemory:
 def _local_bytes(tensor):
     """Bytes of a tensor on this rank; 0 for None."""
     return sum(t.nbytes for t in plain_tensors(tensor))
+
+
+def size_text(count):
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"

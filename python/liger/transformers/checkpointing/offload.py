@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and what else a layer hands
+to its store.
+
+A copy to the host runs on a stream of its own while the next layer computes. The store refers to the tensor
+until the stream that computes has waited for that copy, so the caching allocator cannot hand out its memory
+too early, and the memory is free at a fixed point of the forward, however far the host runs ahead
+(``record_stream`` would free it when the host finds the copy done). In the backward, the first tensor that a
+layer asks for starts the copies of the layer before. The last layer leaves its tensors where they are, since
+the backward asks for them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections import deque
+
+import torch
+import torch.utils.checkpoint
+
+from . import host_pool
+from .copy_streams import CudaStreams, NoStreams
+from .device_memory import size_text
+
+# Smaller tensors stay on the device: a copy costs about 10 microseconds of host time.
+WORTH_MOVING = 2**20
+
+
+def check(offload):
+    """Raises TypeError or ValueError for an argument ``offload`` that is no choice and no bytes."""
+    name = "liger.transformers.checkpoint: offload"
+    if offload is None or isinstance(offload, bool):
+        return
+    if not isinstance(offload, int):
+        raise TypeError(
+            f"{name} must be a bool, an int (bytes of host memory) or None, not {type(offload).__name__}"
+        )
+    if offload < 1:
+        raise ValueError(f"{name} in bytes must be positive, got {offload}")
+    left = host_pool.available()
+    if left is not None and offload > left:
+        raise ValueError(f"{name} asks for {offload} bytes of host memory, {left} are available")
+
+
+class Kept:
+    """A tensor that stays on the device, and has the methods of one that does not.
+
+    Attributes:
+        group: the layer that it belongs to, or None.
+    """
+
+    def __init__(self, tensor, group=None):
+        # Without its node: a node that saves its own output would keep itself alive.
+        self._tensor, self._version, self._group = tensor.detach(), tensor._version, group
+
+    def get(self):
+        """The tensor."""
+        _check_version(self._tensor, self._version)
+        if self._group is not None:
+            self._group.reach()
+        return self._tensor
+
+
+class OnDevice:
+    """A store that moves nothing."""
+
+    @staticmethod
+    def put(tensor):
+        """A handle, whose ``get()`` returns the tensor, without its graph."""
+        return Kept(tensor)
+
+
+class HostStore:
+    """A store in host memory. It takes tensors between :meth:`begin` and :meth:`flush`, within
+    :meth:`layer`.
+
+    Args:
+        offload: True, or bytes of host memory; None: off until :meth:`turn_on`; False: always off.
+    """
+
+    def __init__(self, offload):
+        self.offload = offload
+        self._reset()
+
+    def _reset(self):
+        self.is_on = bool(self.offload)
+        self.limit = None if self.offload is None or isinstance(self.offload, bool) else self.offload
+        self.pool = self.streams = None
+        # Bytes that this step has moved, bytes that it could not move for lack of host memory, the same of
+        # the last step, and the most bytes that any step has moved.
+        self.moved = self.refused = self.most = 0
+        self.last = (0, 0)
+        self._group = None
+        # Layers with copies to the host that the computing stream has not waited for.
+        self._leaving = deque()
+        # Tensors that were fetched for nothing, with the events of their copies.
+        self._unused = deque()
+
+    def __getstate__(self):
+        # Blocks, streams and graphs belong to one model.
+        return {"offload": self.offload, "is_on": self.is_on}
+
+    def __setstate__(self, state):
+        self.offload = state["offload"]
+        self._reset()
+        self.is_on = state["is_on"]
+
+    def turn_on(self):
+        """Moves tensors from now on, unless ``offload=False`` forbids it; returns whether that is a
+        change."""
+        turned = not self.is_on and self.offload is None
+        self.is_on = self.is_on or turned
+        return turned
+
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def begin(self, is_new_step=True):
+        """Starts a forward of the model."""
+        self.flush()
+        if is_new_step:
+            self.last, self.most = (self.moved, self.refused), max(self.most, self.moved)
+            self.moved = self.refused = 0
+
+    def flush(self):
+        """Ends the forward: the computing stream waits for all copies to the host."""
+        self._group = None
+        self._retire(0)
+
+    @contextlib.contextmanager
+    def layer(self, stays=False):
+        """The forward of one layer; ``stays``: its tensors stay on the device."""
+        self._retire(1)
+        # The layer before exists until this one has run: its tensors keep their addresses.
+        before = self._group
+        self._group = group = _Group(self, before, stays)
+        try:
+            yield
+        finally:
+            if group.leaving:
+                self._leaving.append(group)
+
+    def _retire(self, most):
+        """Lets go of the tensors of all but the last layers, once their copies are done."""
+        while len(self._leaving) > most:
+            self._leaving.popleft().retire()
+        while self._unused:
+            _, event, stream = self._unused[0]
+            stream.wait_event(event)
+            self._unused.popleft()
+
+    def is_worth(self, tensor):
+        """True for a tensor that a layer got from another one, and that is large."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.requires_grad
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= WORTH_MOVING
+        )
+
+    def put(self, tensor):
+        """A handle, whose ``get()`` returns the tensor or one with the same elements and strides, without a
+        graph."""
+        group = self._group
+        if group is None or not self.is_on:
+            return Kept(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        group.addresses.add(address)
+        # A tensor that the layer before has put as well belongs to all layers, and is on the device anyway.
+        before = group.before()
+        is_shared = before is not None and address in before.addresses
+        if self.streams is None:
+            self.streams = _streams(tensor.device)
+            self.pool = host_pool.HostPool(self.limit, self.streams.block)
+        is_elsewhere = tensor.device != self.streams.device
+        if group.stays or is_shared or is_elsewhere or not _is_dense(tensor) or _is_captured(tensor):
+            return Kept(tensor, group)
+        for event in self.pool.settle():
+            self.streams.leave.wait_event(event)
+        span = self.pool.take(tensor.nbytes)
+        if span is None:
+            self.refused += tensor.nbytes
+            return Kept(tensor, group)
+        self.moved += tensor.nbytes
+        return Moved(tensor, span, group)
+
+    # --- numbers --------------------------------------------------------------------------------------------
+
+    def shortage(self, ratio):
+        """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before."""
+        beyond = ratio * self.most - self._held
+        return max(0, int(beyond - self.pool.room())) if beyond > 0 else 0
+
+    @property
+    def _held(self):
+        return self.pool.size if self.pool is not None else 0
+
+    @property
+    def summary(self):
+        """Words on the bytes of the last step."""
+        moved, refused = self.last
+        text = f"{size_text(moved)} offloaded to {size_text(self._held)} of host memory"
+        if refused:
+            text += f", {size_text(refused)} more stay on the device for lack of host memory"
+        return text
+
+
+class _Group:
+    """The tensors of one layer in one forward."""
+
+    def __init__(self, store, before, stays):
+        self.store, self.stays = store, stays
+        # The layer before, which the backward reaches next. Its handles keep it alive.
+        self.before = _none if before is None else weakref.ref(before)
+        self.addresses, self.handles, self.leaving = set(), [], []
+        self.task = -1
+
+    def retire(self):
+        """Lets go of the tensors, whose memory is used again behind their copies."""
+        for tensor, version, event, stream in self.leaving:
+            _check_version(tensor, version)
+            stream.wait_event(event)
+        self.leaving.clear()
+
+    def reach(self):
+        """The backward asks for a tensor of this layer: those of the layer before are next."""
+        task = _task()
+        if task == self.task or task == -1:
+            return
+        self.task = task
+        self.fetch()
+        if (before := self.before()) is not None:
+            before.fetch()
+
+    def fetch(self):
+        for handle in self.handles:
+            if (moved := handle()) is not None:
+                moved.fetch()
+
+
+# The number of the backward that runs in this thread, -1 outside.
+_task = torch._C._current_graph_task_id
+
+
+def _none():
+    return None
+
+
+class Moved:
+    """A tensor in host memory."""
+
+    def __init__(self, tensor, span, group):
+        store = group.store
+        self._group, self._span = group, span
+        # The tensor on the device, the event of its copy, and the stream that has allocated it.
+        self._ahead = self._read = None
+        self._streams, self._pool, self._unused = store.streams, store.pool, store._unused
+        self._like = tensor.shape, tensor.stride(), tensor.dtype
+        memory = self._pool.memory(span)[: tensor.nbytes]
+        self._host = memory.view(tensor.dtype).as_strided(self._like[0], self._like[1])
+        # Read before the switch of streams: within it the current stream is the other one.
+        computing = self._streams.current()
+        leave = self._streams.leave
+        leave.wait_event(computing.record_event())
+        self._streams.copy(leave, self._host, tensor.detach())
+        self._written = leave.record_event()
+        group.leaving.append((tensor, tensor._version, self._written, computing))
+        group.handles.append(weakref.ref(self))
+
+    def fetch(self):
+        """Starts the copy to the device, unless it has started."""
+        if self._ahead is not None:
+            return
+        computing, back = self._streams.current(), self._streams.back
+        tensor = self._streams.empty(*self._like)
+        # Kernels that have been issued may still use that memory.
+        back.wait_event(computing.record_event())
+        back.wait_event(self._written)
+        self._streams.copy(back, tensor, self._host)
+        self._read = back.record_event()
+        self._ahead = tensor, self._read, computing
+
+    def get(self):
+        """The tensor, on the device."""
+        self._group.reach()
+        self.fetch()
+        tensor, event, stream = self._ahead
+        self._ahead = None
+        computing = self._streams.current()
+        computing.wait_event(event)
+        if computing != stream:
+            self._streams.used_by(tensor, computing)
+        return tensor
+
+    def __del__(self):
+        # Runs in any thread, also within a method of the pool.
+        if self._ahead is not None:
+            self._unused.append(self._ahead)
+        self._pool.give_back(self._span, self._read)
+
+
+class Offloaded:
+    """Calls a layer by a function that recomputes it, with its inputs in a store.
+
+    Args:
+        store: a :class:`HostStore`.
+        function: torch's checkpoint or one like it, which saves the arguments of the layer as saved tensors.
+        stays: whether the inputs stay on the device.
+    """
+
+    def __init__(self, store, function, stays):
+        self.store, self.function, self.stays = store, _with_own_choice(function), stays
+
+    def __call__(self, function, *args, **kwargs):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.function(function, *args, **kwargs)
+        store = self.store
+        moving = {t.untyped_storage().data_ptr() for t in args if store.is_worth(t)}
+
+        def pack(tensor):
+            is_input = type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in moving
+            return store.put(tensor) if is_input else tensor
+
+        with store.layer(self.stays), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return self.function(function, *args, **kwargs)
+
+
+def _with_own_choice(function):
+    """torch's checkpoint with a policy of what to save (context_fn) would warn of hooks around it; the policy
+    saves without them."""
+    options = getattr(function, "keywords", {})
+    if "context_fn" not in options or not _KNOWS_HOOKS or "respect_saved_tensors_hooks" in options:
+        return function
+    return functools.partial(function, respect_saved_tensors_hooks=False)
+
+
+# Since torch 2.14.
+_KNOWS_HOOKS = (
+    "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+)
+
+
+def _unpack(packed):
+    return packed.get() if isinstance(packed, Kept | Moved) else packed
+
+
+def _streams(device):
+    return CudaStreams(device) if device.type == "cuda" else NoStreams(device)
+
+
+def _is_captured(tensor):
+    # Events of steps before a capture do not belong to its graph.
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_dense(tensor):
+    """True if the elements fill their memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.numel() > 0
+
+
+def _check_version(tensor, version):
+    if tensor._version != version:
+        raise RuntimeError(
+            "liger.transformers.checkpoint: an input of a recomputed layer was changed in place after the layer "
+            f"had read it: it has version {tensor._version}, expected {version}"
+        )
