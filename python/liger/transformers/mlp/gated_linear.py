@@ -73,20 +73,27 @@ class Form:
         weight, *gate_up = ctx.saved_tensors
         flat_grad = grad.reshape(-1, grad.shape[-1])
         grad_product = (flat_grad @ weight).view(*grad.shape[:-1], weight.shape[1])
+        grads, product = self.gradients(ctx, grad_product, gate_up)
+        grad_weight = flat_grad.t() @ product.reshape(-1, product.shape[-1])
+        grad_bias = flat_grad.sum(0) if ctx.needs_input_grad[4] else None
+        return None, None, None, grad_weight, grad_bias, *grads
+
+    def gradients(self, ctx, grad_product, gate_up):
+        """(gradients of gate_up, the product), in the memory of gate_up and grad_product where they may be.
+
+        ``ctx``: of a node, with ``inplace`` and ``emits`` as for :func:`gated_linear`.
+        """
         # Detached: the gradients must not have the history of gate and up.
         gate_up = [t.detach() for t in gate_up]
         writes = ctx.inplace and may_write_saved(ctx, *gate_up)
         if not ctx.emits:
             product = self.product(*gate_up)
-            grads = self._gate_gradients(writes, grad_product, gate_up)
-        elif writes and self._backward_product_ is not None:
+            return self._gate_gradients(writes, grad_product, gate_up)[: len(gate_up)], product
+        if writes and self._backward_product_ is not None:
             self._backward_product_(grad_product, *gate_up, *self._options)
-            grads, product = gate_up, grad_product
-        else:
-            *grads, product = self._backward(grad_product, *gate_up, True, *self._options)
-        grad_weight = flat_grad.t() @ product.reshape(-1, product.shape[-1])
-        grad_bias = flat_grad.sum(0) if ctx.needs_input_grad[4] else None
-        return None, None, None, grad_weight, grad_bias, *grads[: len(gate_up)]
+            return gate_up, grad_product
+        *grads, product = self._backward(grad_product, *gate_up, True, *self._options)
+        return grads[: len(gate_up)], product
 
     def _gate_gradients(self, writes, grad_product, gate_up):
         if not writes:

@@ -20,6 +20,7 @@ from ..recipe import recomputed
 from ..recipe.classes import is_hooked
 from ..recipe.reuse import linear_over
 from .gated_linear import SAME_VALUE_IN_BACKWARD, Form, applies, gated_linear
+from .lora_mlp import gated_lora, parts_of
 
 # Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
 _GATED = {
@@ -86,6 +87,10 @@ class MLPRecipe:
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
+        parts = parts_of(projections, module.down_proj, x)
+        if parts is not None:
+            emits = self.activation in SAME_VALUE_IN_BACKWARD
+            return gated_lora(_form(self.activation, self.packed), parts, x, self.inplace, emits)
         inplace = self.inplace and all(map(caller_owns_output, projections))
         gate_up = [projection(x) for projection in projections]
         # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather

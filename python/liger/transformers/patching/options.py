@@ -29,6 +29,7 @@ class PatchOptions(TypedDict, total=False):
     geglu: bool
     relu_squared: bool
     gelu: bool
+    lora_linear: bool
     cross_entropy: bool
     fused_linear_cross_entropy: bool
     mlp: bool | None
@@ -53,6 +54,7 @@ class Options:
     geglu: bool = True
     relu_squared: bool = True
     gelu: bool = True
+    lora_linear: bool = True
     cross_entropy: bool = False
     fused_linear_cross_entropy: bool = True
     mlp: bool | None = None
@@ -107,7 +109,7 @@ class Options:
     def any(self) -> bool:
         """True if anything is to be replaced. Fused ops alone are not: they need a patched norm."""
         return self.asks_common_parts or any(
-            (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu)
+            (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu, self.lora_linear)
         )
 
     @property

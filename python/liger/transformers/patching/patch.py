@@ -18,6 +18,7 @@ from ..checkpointing import checkpoint
 from ..head import causal_lm
 from ..head.kind import kind_of
 from ..head.loss import patch_head, restore_forward, sharing_embeddings
+from ..lora.recipe import group_layers, lora_linear
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
 from ..norms.residual import AddNormRecipe
@@ -68,6 +69,9 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         relu_squared: the activation ``relu(x)^2``, default True.
         gelu: GELU activations with several operations in their code, by torch's one kernel, default True.
+        lora_linear: PEFT's LoRA layers around frozen linear layers, plain or quantised, each or q, k and v
+            together as one autograd node, default True. A patched gated MLP computes its adapters in any
+            case.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
             ``fused_linear_cross_entropy=False``.
         fused_linear_cross_entropy: the loss without logits, default True.
@@ -178,6 +182,8 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
             elif recipe is not None:
                 covered.update(map(id, covered_parts(module, recipe)))
                 _apply_recipe(module, recipe)
+    for module in model.modules():
+        group_layers(module)
     checkpoint.forget(model)
     report = patch_report(model)
     level = logging.WARNING if report.left else logging.INFO
@@ -202,6 +208,8 @@ def _recipe(module, options):
         attempts.append(gated.gated_norm)
     if options.plain_activations:
         attempts.append(functools.partial(activations.activation, kinds=options.plain_activations))
+    if options.lora_linear:
+        attempts.append(lora_linear)
     if options.rope:
         fused = options.rms_norm and options.qk_norm_rope
         attempts.append((qk_norm_rope if fused else rotary).attention)

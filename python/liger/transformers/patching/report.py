@@ -10,6 +10,7 @@ from torch import nn
 
 from ..attention.rotary import is_rotary
 from ..checkpointing.checkpoint import planners
+from ..lora.layer import is_lora
 from ..mlp import activations
 from ..mlp.recipe import MLPRecipe
 from ..recipe import trials
@@ -22,6 +23,7 @@ LEFT = "_liger_left"
 # Attribute of a module with the kind of a replacement that its option turned off.
 NOT_ASKED = "_liger_not_asked"
 
+EXPERTS, GATED_NORM, ONE_KERNEL, LORA = "experts", "gated RMS norm", "GELU of torch", "LoRA layer"
 # The kind of a replacement in the words of a user.
 PARTS = {
     "rope": "rotary embedding",
@@ -36,15 +38,18 @@ PARTS = {
     "experts": "MoE experts",
     "relu_squared": "squared ReLU",
     "gelu": "GELU",
+    "lora_linear": LORA,
     "cross_entropy": "loss",
     "fused_linear_cross_entropy": "lm_head and loss",
     "vocab_parallel_fused_linear_cross_entropy": "vocabulary-parallel lm_head and loss",
     "trainer_loss": "lm_head and loss of the trainer",
 }
-EXPERTS, GATED_NORM, ONE_KERNEL = "experts", "gated RMS norm", "GELU of torch"
 LAYER = "decoder layer"
 _PART_OF = {EXPERTS: "MoE experts"}
-_WHY_NOT = {ONE_KERNEL: "torch computes it in one kernel that saves its input only"}
+_WHY_NOT = {
+    ONE_KERNEL: "torch computes it in one kernel that saves its input only",
+    LORA: "its adapter came after the patch: call liger.patch again",
+}
 
 
 @dataclass
@@ -58,7 +63,7 @@ class PatchReport:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
             ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their
             own), ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
+            ``"lora_linear"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``,
             ``"vocab_parallel_fused_linear_cross_entropy"`` if tensor parallelism shards the classes of the
             lm_head, or ``"trainer_loss"`` for a model whose lm_head was replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
@@ -232,6 +237,8 @@ def _not_looked_at(module):
     name = cls.__name__
     if name.endswith("Experts"):
         return EXPERTS
+    if is_lora(module):
+        return LORA
     if "RMSNorm" in name and "Gated" in name:
         return GATED_NORM
     if isinstance(module, nn.LayerNorm) or name.endswith("LayerNorm"):

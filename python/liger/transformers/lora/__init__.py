@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PEFT's LoRA linear layers: their products in one autograd node."""

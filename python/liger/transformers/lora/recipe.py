@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Recognition of LoRA layers by a trial, and the forward of their patched class.
+
+Layers that an attention calls with one argument (q, k, v) are computed by the first of them, in one node. The
+others find their result if they are called with that very tensor; if they are not, they compute it.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from ..._core.op.autograd import is_traced
+from ..recipe import trials
+from ..recipe.classes import instance_forward, recipe_of
+from .base_weight import why_not_dense
+from .layer import Part, is_lora, part_of, why_not
+from .linear import linears
+
+# Attribute of the first layer of a group: the layers after it.
+_FOLLOWERS = "_liger_followers"
+
+
+class _Local(threading.local):
+    # (x, its version, layer -> its result) of the latest group.
+    ahead = None
+
+
+_local = _Local()
+
+
+@dataclass(frozen=True)
+class LoraLinearRecipe:
+    kind: ClassVar[str] = "lora_linear"
+
+    def unused_because(self, module):
+        """Why each call reaches the original forward although the module is patched; None if it does not."""
+        return why_not(module)
+
+    def members(self, original):
+        def forward(self, x, *args, **kwargs):
+            if args or kwargs or is_traced(x):
+                return original.forward(self, x, *args, **kwargs)
+            found = _found_ahead(self, x)
+            if found is not None:
+                return found
+            part = part_of(self, x)
+            if part is None:
+                return original.forward(self, x)
+            followers = self.__dict__.get(_FOLLOWERS)
+            return _run_group(self, part, followers, x) if followers else linears(x, [part])[0]
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _found_ahead(layer, x):
+    ahead = _local.ahead
+    if ahead is None or ahead[0] is not x or ahead[1] != x._version:
+        return None
+    found = ahead[2].pop(layer, None)
+    if not ahead[2]:
+        _local.ahead = None
+    return found
+
+
+def _run_group(layer, part, followers, x):
+    parts = {follower: part_of(follower, x) for follower in followers}
+    parts = {follower: each for follower, each in parts.items() if each is not None}
+    same = {f: p for f, p in parts.items() if (p.a.dtype, p.a.shape[1]) == (part.a.dtype, part.a.shape[1])}
+    result, *others = linears(x, [part, *same.values()])
+    _local.ahead = (x, x._version, dict(zip(same, others, strict=True))) if others else None
+    return result
+
+
+# --- recognition --------------------------------------------------------------------------------------------
+
+
+def lora_linear(module):
+    """A recipe, a string with the reason for leaving the module alone, or None for a module of another
+    kind."""
+    if not is_lora(module) or recipe_of(module) is not None:
+        return None
+    cls = trials.original(module)
+    recipe = trials.remembered(lambda: _try(module), lora_linear, cls, cls.forward)
+    if isinstance(recipe, str):
+        return recipe
+    reason = why_not_dense(module._modules["base_layer"])
+    return recipe if reason is None else reason
+
+
+def _try(module):
+    random = trials.Random()
+    x, scale = random.of_all_scales(3, 16), 0.75
+    base, first, second = nn.Linear(16, 12), nn.Linear(16, 4, bias=False), nn.Linear(4, 12, bias=False)
+    for linear in (base, first, second):
+        for parameter in linear.parameters():
+            parameter.data = random(*parameter.shape)
+    stand_in = trials.stand_in(
+        module,
+        base_layer=base,
+        lora_A={"default": first},
+        lora_B={"default": second},
+        lora_dropout={"default": nn.Identity()},
+        scaling={"default": scale},
+        lora_variant={},
+        merged_adapters=[],
+        fan_in_fan_out=False,
+        cast_input_dtype_enabled=True,
+        _disable_adapters=False,
+        _active_adapter="default",
+    )
+    expected = trials.result_of(module, stand_in, x)
+    if isinstance(expected, str):
+        return expected
+    part = Part(base.weight.detach(), None, base.bias.detach(), first.weight, second.weight, scale)
+
+    def ours(x):
+        return linears(x, [part])[0]
+
+    if trials.error(ours(x), expected) > 1:
+        return "it does not compute x W^T + s x A^T B^T"
+    theirs = type(stand_in).forward.__get__(stand_in)
+    return LoraLinearRecipe() if trials.same_gradients(ours, theirs, x) else trials.OTHER_GRADIENTS
+
+
+# --- groups -------------------------------------------------------------------------------------------------
+
+
+def group_layers(module):
+    """Makes groups of the patched LoRA layers among the children of a module that its forward calls with one
+    argument. Only a hint: results are right whatever the forward does."""
+    layers = {name: child for name, child in module._modules.items() if _is_patched(child)}
+    for child in layers.values():
+        child.__dict__.pop(_FOLLOWERS, None)
+    if len(layers) < 2 or instance_forward(module) is not None:
+        return
+    for names in _called_with_one_argument(trials.original(module).forward):
+        group = [layers[name] for name in names if name in layers]
+        if len(group) > 1:
+            group[0].__dict__[_FOLLOWERS] = tuple(group[1:])
+
+
+def _is_patched(module):
+    return isinstance(recipe_of(module), LoraLinearRecipe)
+
+
+@functools.cache
+def _called_with_one_argument(forward):
+    """Tuples of names of submodules that a forward calls with the same variable: in statements that always
+    run, and before the variable is assigned again."""
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return ()
+    groups, open_groups = [], {}
+    for statement in getattr(function, "body", ()):
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) and statement.value:
+            for name, argument in _calls(statement.value):
+                open_groups.setdefault(argument, []).append(name)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in open_groups:
+                groups.append(open_groups.pop(node.id))
+    groups += open_groups.values()
+    return tuple(tuple(dict.fromkeys(group)) for group in groups if len(set(group)) > 1)
+
+
+# Expressions that may not evaluate all of their parts, or evaluate them several times.
+_UNSURE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _calls(node):
+    """(name of a submodule, name of the variable that it is called with) of ``self.name(variable)``, in the
+    order of evaluation."""
+    if isinstance(node, _UNSURE):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child)
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=x)], keywords=[]
+        ):
+            yield name, x
