@@ -3,7 +3,8 @@
 
 import importlib
 
-import torch
+import liger
+from liger_bench import model_trainee
 
 from . import pictures, tables, text, training
 from .cells import Experiment
@@ -22,21 +23,6 @@ GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 
 def cells(tiny):
     return training.cells_of_kinds(METHODS, NEEDS, tiny)
-
-
-def quantise(model, device):
-    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
-    nn = importlib.import_module("bitsandbytes").nn
-    for module in list(model.model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear:
-                made = nn.Linear4bit(
-                    child.in_features, child.out_features, bias=False, compute_dtype=child.weight.dtype,
-                    quant_type="nf4",
-                )  # fmt: skip
-                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
-                setattr(module, name, made.to(device))
-    model.is_loaded_in_4bit = True  # PEFT asks for it
 
 
 def galore(parameters, named):
@@ -63,7 +49,7 @@ class Variant(training.Training):
     def make_model(self):
         model = super().make_model()
         if self.kind == "QLoRA":
-            quantise(model, self.device)
+            model_trainee.quantise(model, self.device)
         return model
 
     def make_optimizer(self, parameters):
@@ -76,10 +62,9 @@ class Variant(training.Training):
     def build(self):
         super().build()
         if self.kind in ("LoRA", "QLoRA"):
-            peft = importlib.import_module("peft")
-            config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-            torch.manual_seed(1)
-            self.call = peft.get_peft_model(self.model, config)
+            self.call = model_trainee.with_adapters(self.model, RANK)
+            if self.contestant.group == "ours":
+                liger.patch(self.call)  # The layers of LoRA as well.
             self.optimizer = self.make_optimizer(self.call.parameters())
 
 

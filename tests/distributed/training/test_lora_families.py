@@ -11,7 +11,7 @@ from test_fsdp2_families import layers_of  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-TARGETS = {"layers": ["q_proj", "down_proj"], "head": ["q_proj", "lm_head"]}
+TARGETS = {"layers": ["q_proj", "down_proj"], "head": ["q_proj", "lm_head"], "all": "all-linear"}
 
 
 def make(targets, save_head=False):
@@ -50,10 +50,26 @@ def wrap_parts(model):
     return wrap_fsdp2(model)
 
 
-WRAPPERS = {"root": wrap_fsdp2, "head": wrap_head, "parts": wrap_parts, "ddp": DistributedDataParallel}
+def wrap_projections(model):
+    """Two projections are units: the first call of q, k and v may not compute k, nor the MLP up_proj."""
+    for layer in layers_of(model):
+        for module in (layer.self_attn.k_proj, layer.mlp.up_proj):
+            fully_shard(module, mesh=ranks.mesh())
+    return wrap_fsdp2(model)
 
 
-@pytest.mark.parametrize("targets, save_head", [("layers", False), ("layers", True), ("head", False)])
+WRAPPERS = {
+    "root": wrap_fsdp2,
+    "head": wrap_head,
+    "parts": wrap_parts,
+    "projections": wrap_projections,
+    "ddp": DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize(
+    "targets, save_head", [("layers", False), ("layers", True), ("head", False), ("all", False)]
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients(wrapper, targets, save_head):
     inputs = families.batches("qwen3")[0]
@@ -64,7 +80,9 @@ def test_gradients(wrapper, targets, save_head):
     for is_patched in (False, True):
         model = make(targets, save_head)
         if is_patched:
-            families.patched(model, "qwen3")
+            names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+            adapted = sum(not name.endswith("lm_head") for name in names)
+            families.patched(model, "qwen3", {"lora_linear": adapted})
         wrapped = WRAPPERS[wrapper](model)
         grads = []
         for _ in range(2):
