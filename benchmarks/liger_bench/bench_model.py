@@ -20,6 +20,9 @@ own.
 backward, which frees each gradient at once. ``--recipes`` adds contestants without the fused recipes of
 decoder layers.
 
+``--lora`` trains adapters of PEFT on frozen weights, which ``--nf4`` quantises to 4 bits; a contestant of
+liger leaves the layers of LoRA to PEFT. The memory above the weights is ``peak_bytes - idle_bytes``.
+
 ``--own-processes`` gives every contestant a process of its own, saves the results after each, and continues
 where an earlier run ended. ``--ranks`` does the same with a model that FSDP2 shards over several processes
 (model_ranks.py).
@@ -31,6 +34,7 @@ import importlib.metadata
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -144,6 +148,12 @@ def _parser():
         help="of every contestant (default adamw); the 8-bit ones are from bitsandbytes; repeatable",
     )
     parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters of PEFT on frozen linear layers"
+    )
+    parser.add_argument(
+        "--nf4", action="store_true", help="with --lora: linear layers of 4 bits (bitsandbytes)"
+    )
+    parser.add_argument(
         "--ranks", type=int, default=1, help="processes that share a model by FSDP2 (default %(default)s)"
     )
     parser.add_argument(
@@ -171,6 +181,10 @@ def _check(parser, parsed):
         parser.error(f"--ranks is {parsed.ranks}, expected at least 1")
     if parsed.minutes is not None and not (parsed.own_processes or parsed.ranks > 1):
         parser.error("--minutes needs --own-processes or --ranks of at least 2")
+    if parsed.lora < 0 or (parsed.nf4 and not parsed.lora):
+        parser.error(f"--lora is {parsed.lora}, expected at least 0, and at least 1 with --nf4")
+    if parsed.lora and (parsed.own_processes or parsed.ranks > 1):
+        parser.error("--lora cannot be combined with --own-processes or --ranks")
     if parsed.ranks == 1:
         return
     if not parsed.self_test and parsed.ranks > gpus:
@@ -184,6 +198,7 @@ def main(arguments=None):
     parsed = parser.parse_args(arguments)
     _check(parser, parsed)
     size = size_of(parsed.size, parsed.self_test, not parsed.no_checkpointing)
+    size = replace(size, lora=parsed.lora, nf4=parsed.nf4)
     device = "cpu" if parsed.self_test else "cuda"
     backends = ["torch"] if parsed.self_test else parsed.backends.split(",")
     options = Options(

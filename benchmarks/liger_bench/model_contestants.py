@@ -83,7 +83,8 @@ def compiled(model, backend="inductor"):
 def with_liger_kernel(model):
     """Patches a model by liger-kernel's function for its type, and returns it."""
     module = importlib.import_module("liger_kernel.transformers")
-    getattr(module, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    getattr(module, f"apply_liger_kernel_to_{model.config.model_type}")(model=inner)
     return model
 
 
@@ -158,6 +159,15 @@ def without_recipes(backends):
         yield Contestant(name, "ours", patch, functools.partial(liger.use_backend, backend))
 
 
+def with_lora_layers(backends):
+    """liger under each backend, with its own nodes for the layers of LoRA."""
+    patch = functools.partial(liger.patch, lora_linear=True)
+    return [
+        Contestant(f"liger[{b}], LoRA layers", "ours", patch, functools.partial(liger.use_backend, b))
+        for b in backends
+    ]
+
+
 def with_optimizers(entered, names):
     """Each contestant with each of these ``OPTIMIZERS``; steps that are CUDA graphs with AdamW alone."""
     made = []
@@ -179,6 +189,7 @@ def entered(
     found += captured(found) if graphs else []
     found += planned(backends, memories)
     found += without_recipes(backends) if recipes else []
+    found += with_lora_layers(backends) if size.lora else []
     found = with_optimizers(found, optimizers)
     unknown = set(only or ()) - {contestant.name for contestant in found}
     if unknown:

@@ -21,13 +21,14 @@ def _lines(record):
         if provider["status"] == "missing":
             continue
         if "ms" not in provider:
-            yield f"| {name} | failed: {provider['reason'].splitlines()[0][:160]} | | | | |"
+            yield f"| {name} | failed: {provider['reason'].splitlines()[0][:160]} | | | | | |"
             continue
-        ms, peak = provider["ms"], provider["peak_bytes"]
+        ms, peak, idle = provider["ms"], provider["peak_bytes"], provider.get("idle_bytes", 0)
         yield (
             f"| {name}{'' if provider['status'] == 'ok' else ' (WRONG LOSS)'} | {ms['median']:.1f} "
             f"| {ms['q25']:.1f} - {ms['q75']:.1f} | {provider['host_ms']['median']:.1f} "
-            f"| {tokens_per_second(record, provider) / 1e3:.1f} | {'-' if peak is None else f'{peak / GIB:.2f}'} |"
+            f"| {tokens_per_second(record, provider) / 1e3:.1f} | {'-' if peak is None else f'{peak / GIB:.2f}'} "
+            f"| {'-' if peak is None or not idle else f'{(peak - idle) / GIB:.2f}'} |"
         )
 
 
@@ -59,7 +60,8 @@ def markdown(facts, records, model, checkpointing=True):
     sharded = f", FSDP2 on {ranks} ranks; batch, host time and peak of one rank" if ranks > 1 else ""
     parts = [f"# Training steps of {model}'s shape{without}{sharded}", "; ".join(known)]
     header = (
-        "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB |\n|---|---|---|---|---|---|"
+        "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB | above weights and optimizer |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for record in records:
         parts += [f"## {shape_of(record)}", "\n".join([header, *_lines(record)])]

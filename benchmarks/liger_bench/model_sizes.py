@@ -19,6 +19,8 @@ class Size:
     burst: int  # consecutive steps between two synchronisations
     checkpointing: bool = True
     family: str = "llama"
+    lora: int = 0  # rank of adapters of PEFT on all linear layers of the decoder, whose weights are frozen
+    nf4: bool = False  # whether those weights have 4 bits (bitsandbytes)
 
 
 FULL = Size(

@@ -25,6 +25,29 @@ def random_batches(size, shape, device, seed=1):
     return [torch.randint(vocabulary, tuple(shape), generator=generator).to(device) for _ in range(3)]
 
 
+def quantise(model, device):
+    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
+    nn = importlib.import_module("bitsandbytes").nn
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                made = nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=child.weight.dtype,
+                    quant_type="nf4",
+                )  # fmt: skip
+                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+                setattr(module, name, made.to(device))
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+
+
+def with_adapters(model, rank):
+    """The model of PEFT with LoRA on all linear layers of the decoder, in float32 as PEFT's default is."""
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
 class Trainee:
     """The model and optimizer of a contestant, or the reason why it failed."""
 
@@ -89,9 +112,13 @@ class Trainee:
             # dropout.
             settings = {"preserve_rng_state": False} if captured else {}
             methods.enable(self.model, **settings)
+        if self.size.nf4:
+            quantise(self.model, self.device)
+        if self.size.lora:
+            self.model = with_adapters(self.model, self.size.lora)
         self.call = self.contestant.prepare(self.model)
         self.shard()
-        self.optimizer = self.make_optimizer(self.model.parameters())
+        self.optimizer = self.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.step = CapturedStep(self.eager_step) if captured else self.eager_step
 
     def eager_step(self, tokens):
@@ -145,7 +172,11 @@ class Trainee:
             record.update(status="wrong", reason=f"loss {self.loss:.5g}, unpatched {reference:.5g}")
         if self.samples and self.failure is None:
             record.update(
-                first_loss=self.loss, ms=spread(self.samples), host_ms=spread(self.host), peak_bytes=self.peak
+                first_loss=self.loss,
+                ms=spread(self.samples),
+                host_ms=spread(self.host),
+                peak_bytes=self.peak,
+                idle_bytes=self.idle_bytes(),
             )
             if self.contestant.is_planned:
                 record["plan"] = liger.transformers.patch_report(self.model).checkpointing

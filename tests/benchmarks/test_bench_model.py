@@ -152,3 +152,13 @@ def test_verdict_compares_with_the_best_of_each():
     }
     assert model_report.verdict(record) == "mine: 1.250x the tokens/s of fast, 0.500x the memory of small"
     assert model_report.tokens_per_second(record, record["providers"]["mine"]) == 500_000
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path):
+    pytest.importorskip("peft")
+    path = tmp_path / "model.json"
+    assert bench_model.main(["--self-test", "2x16", "--lora", "4", "--json", str(path)]) == 0
+    (record,) = json.loads(path.read_text())["rows"]
+    providers = {name: p["status"] for name, p in record["providers"].items() if p["status"] != "missing"}
+    assert providers == dict.fromkeys(("transformers", "liger[torch]", "liger[torch], LoRA layers"), "ok")

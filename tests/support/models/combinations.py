@@ -15,7 +15,6 @@ import transformers
 from tiny_models import assert_same_step, fill, step
 
 import liger.transformers as lt
-from liger.transformers.lora.layer import is_lora
 from model_scan import inputs
 from model_scan.configs import tiny_config
 
@@ -181,12 +180,10 @@ def assert_same_weights(ours, theirs, before, bound):
 
 
 def kinds(model):
-    """How many modules of each kind run on liger, besides LoRA layers; fails if a module of another known
-    kind was left alone."""
-    report, modules = lt.patch_report(model), dict(model.named_modules())
-    left = {name: reason for name, reason in report.left.items() if not is_lora(modules[name])}
-    assert left == {}, left
-    return collections.Counter(kind for kind in report.replaced.values() if kind != "lora_linear")
+    """How many modules of each kind run on liger; fails if a module of a known kind was left alone."""
+    report = lt.patch_report(model)
+    assert report.left == {}, report.left
+    return collections.Counter(report.replaced.values())
 
 
 def has_common_parts(model):

@@ -19,6 +19,7 @@ peft = pytest.importorskip("peft")
 from tiny_models import assert_same_step, batch, enable_checkpointing, make, step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger._core.modules.quantised import is_quantised  # noqa: E402
 from liger.transformers.lora import layer as lora_layer  # noqa: E402
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,7 +38,7 @@ def adapted(model, cast=True, **settings):
 def pair(device="cpu", dtype=torch.float32, options=(), family="llama", **settings):
     """(patched, unpatched) twins."""
     plain = adapted(make(family, device, dtype), **settings)
-    return liger.patch(copy.deepcopy(plain), verbose=False, **dict(options)), plain
+    return liger.patch(copy.deepcopy(plain), verbose=False, **{"lora_linear": True, **dict(options)}), plain
 
 
 def seeded_step(model, **given):
@@ -93,7 +94,7 @@ def test_same_training(name, options, device):
 def test_biases_of_all_projections(device):
     plain = make("qwen2", device)
     plain = adapted(plain, bias="all")
-    ours = liger.patch(copy.deepcopy(plain), verbose=False)
+    ours = liger.patch(copy.deepcopy(plain), lora_linear=True, verbose=False)
     results = [seeded_step(model) for model in (ours, plain)]
     assert any(name.endswith("q_proj.base_layer.bias") for name in results[0][1])
     assert_same_step(*results)
@@ -125,7 +126,7 @@ def test_bfloat16_is_as_exact_as_peft(cast, device):
 
 def saved_bytes(function, module):
     """Bytes of the tensors that autograd saves in a forward, each memory once, without parameters."""
-    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    known = {p.untyped_storage().data_ptr() for p in module.parameters() if not is_quantised(p)}
     found = {}
 
     def pack(tensor):
@@ -328,12 +329,12 @@ def test_hooks_on_the_layer_are_called(name):
 
 
 def test_adapters_after_the_patch():
-    """The patched MLP finds them; the report names the other layers, which run the code of PEFT."""
-    ours = adapted(liger.patch(make("llama"), verbose=False))
+    """The patched MLP finds them; the other layers run the code of PEFT until the next patch."""
+    ours = adapted(liger.patch(make("llama"), lora_linear=True, verbose=False))
     assert_same(ours, adapted(make("llama")))
-    assert fused(ours) == 0 and list(lt.patch_report(ours).not_looked_at.values()) == ["LoRA layer"] * 14
+    assert fused(ours) == 0
     assert type(layer_of(ours).mlp(x_of(torch.float32)).grad_fn).__name__ == "_GatedLoraBackward"
-    assert fused(liger.patch(ours, verbose=False)) == 14
+    assert fused(liger.patch(ours, lora_linear=True, verbose=False)) == 14
 
 
 def test_a_projection_that_was_replaced():
@@ -356,9 +357,9 @@ def test_mixed_adapters_of_one_batch():
 
 def test_the_option_and_unpatch():
     ours, theirs = pair(options={"lora_linear": False})
-    assert fused(ours) == 0 and list(lt.patch_report(ours).not_asked_for.values()) == ["lora_linear"] * 14
+    assert fused(ours) == 0 and not lt.patch_report(ours).not_asked_for
     assert_same(ours, theirs)
-    liger.unpatch(liger.patch(ours, verbose=False))
+    liger.unpatch(liger.patch(ours, lora_linear=True, verbose=False))
     modules = [m for m in ours.modules() if isinstance(m, peft.tuners.lora.Linear)]
     assert {type(m) for m in modules} == {peft.tuners.lora.Linear} and len(modules) == 14
 
@@ -453,3 +454,43 @@ def test_compiled():
         y = y[0] if isinstance(y, tuple) else y
         results.append((y, *torch.autograd.grad(y.square().sum(), x)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+# --- quantised base layers ----------------------------------------------------------------------------------
+
+
+def in_four_bits(model):
+    """The model with layers of bitsandbytes in place of the linear layers of the decoder."""
+    nn = pytest.importorskip("bitsandbytes").nn
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                dtype, sizes = child.weight.dtype, (child.in_features, child.out_features)
+                made = nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype, quant_type="nf4")
+                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+                setattr(module, name, made.to(child.weight.device))
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def in_eight_bits(model):
+    """The same with weights of torchao in int8."""
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.parametrize("quantise", [in_four_bits, in_eight_bits])
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
+def test_quantised_weights_are_not_saved(quantise, device):
+    models = []
+    for is_patched in (True, False):
+        model = adapted(quantise(make("llama", device)))
+        models.append(liger.patch(model, lora_linear=True, verbose=False) if is_patched else model)
+    ours, theirs = models
+    assert fused(ours) == 2 * PER_LAYER and lt.patch_report(ours).left == {}
+    assert_same(ours, theirs)
+    mlp, x = layer_of(ours).mlp, torch.randn(1, ROWS, HIDDEN, device=device).requires_grad_()
+    low = ROWS * 3 * RANK + 2 * RANK * HIDDEN + RANK * (2 * WIDE + HIDDEN)
+    assert saved_bytes(lambda: mlp(x), mlp) == 4 * (ROWS * (HIDDEN + 2 * WIDE) + low)
+    assert type(mlp(x).grad_fn).__name__ == "_GatedLoraBackward"

@@ -19,7 +19,7 @@ BIASED = "its adapter has a bias"
 UNCAST = "PEFT's casts of its input are switched off"
 HOOKED = "a part of it has hooks, or another forward than its class"
 TRAINS = "the weight of its base layer trains"
-GATHERED = "its weights are DTensors, or of DeepSpeed ZeRO-3"
+GATHERED = "DeepSpeed ZeRO-3 gathers its weights at the calls of its parts"
 NOT_LINEAR = "its base layer or its adapter is no linear layer with a weight that can be read"
 
 # During the forward, FSDP1 replaces the parameters by tensors.
@@ -52,56 +52,63 @@ def is_lora(layer):
     )
 
 
-def is_idle(layer):
-    """True if the layer is its base layer alone: its adapters are merged, switched off, or not active."""
-    return layer._disable_adapters or bool(layer.merged_adapters) or not _active(layer)
+class _Pieces(NamedTuple):
+    """The modules that a LoRA layer with one active adapter calls, and the scale of the adapter."""
+
+    base: nn.Module
+    first: nn.Module
+    second: nn.Module
+    dropout: nn.Module
+    scale: float
 
 
-def _active(layer):
-    names, known = layer._active_adapter, layer._modules["lora_A"]._modules
-    return [name for name in ((names,) if type(names) is str else names) if name in known]
-
-
-def why_not(layer):
-    """Why the layer runs the code of PEFT as it is now; None if it does not, or if it is idle."""
-    if is_idle(layer):
+def _pieces(layer):
+    """:class:`_Pieces`; None for a layer that is its base layer alone (adapters merged, switched off, or not
+    active); or, as text, why the layer runs the code of PEFT."""
+    modules, names = layer._modules, layer._active_adapter
+    firsts = modules["lora_A"]._modules
+    active = [name for name in ((names,) if type(names) is str else names) if name in firsts]
+    if layer._disable_adapters or layer.merged_adapters or not active:
         return None
-    (name, *others), modules = _active(layer), layer._modules
-    if others:
+    if len(active) > 1:
         return SEVERAL
+    name = active[0]
     if name in layer.lora_variant:
         return VARIANT
     if not layer.cast_input_dtype_enabled:
         return UNCAST
-    base, first, second = (modules["base_layer"], *(modules[n]._modules[name] for n in ("lora_A", "lora_B")))
-    dropout = modules["lora_dropout"]._modules[name]
-    if any(map(_has_hooks, (base, first, second, dropout))):
+    second, dropout = (modules[n]._modules[name] for n in ("lora_B", "lora_dropout"))
+    found = _Pieces(modules["base_layer"], firsts[name], second, dropout, layer.scaling[name])
+    return _why_not(*found[:4]) or found
+
+
+def why_not(layer):
+    """Why the layer runs the code of PEFT as it is now; None if it does not. A weight that is a DTensor is no
+    reason here: FSDP2 has the whole weight during the forward."""
+    found = _pieces(layer)
+    return found if type(found) is str else None
+
+
+def _why_not(base, first, second, dropout):
+    if _has_hooks(base) or _has_hooks(first) or _has_hooks(second) or _has_hooks(dropout):
         return HOOKED
+    if not (type(first).forward is type(second).forward is nn.Linear.forward):
+        return NOT_LINEAR
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return NOT_LINEAR
-    for linear in (first, second):
-        if type(linear).forward is not nn.Linear.forward:
-            return NOT_LINEAR
-    if second._parameters.get("bias") is not None or first._parameters.get("bias") is not None:
+    if first._parameters.get("bias") is not None or second._parameters.get("bias") is not None:
         return BIASED
-    weights = [_weight(linear) for linear in (base, first, second)]
-    if any(w is None or is_dtensor(w) or hasattr(w, "ds_id") for w in weights):
-        return GATHERED
-    if not all(type(w) in _PLAIN for w in weights[1:]):
-        return NOT_LINEAR
-    return _why_not_base(base, weights[0])
-
-
-def _why_not_base(base, weight):
+    weight = _weight(base)
+    if weight is None or hasattr(weight, "ds_id"):
+        return NOT_LINEAR if weight is None else GATHERED
     if is_four_bit(base):
         return None if state_of_four_bits(base) is not None else NOT_LINEAR
     if type(base).forward is not nn.Linear.forward:
         return NOT_LINEAR
     if weight.requires_grad:
         return TRAINS
-    if is_quantised(weight):
-        return None if hasattr(weight, "dequantize") else NOT_LINEAR
-    return None if type(weight) in _PLAIN else NOT_LINEAR
+    readable = type(weight) in _PLAIN or is_dtensor(weight) or hasattr(weight, "dequantize")
+    return None if readable else NOT_LINEAR
 
 
 def _has_hooks(module):
@@ -143,28 +150,32 @@ def part_of(layer, x):
         x: a plain tensor that no compiler and no transform traces; its dtype and its device decide, not its
             shape.
     """
-    if is_idle(layer) or why_not(layer) is not None:
+    found = _pieces(layer)
+    if type(found) is not _Pieces:
         return None
-    (name,), modules = _active(layer), layer._modules
-    base, first, second = (modules["base_layer"], *(modules[n]._modules[name] for n in ("lora_A", "lora_B")))
-    dropout = modules["lora_dropout"]._modules[name]
-    a, b = _weight(first), _weight(second)
-    if not (a.dtype in _DTYPES and b.dtype == a.dtype and a.device == b.device == x.device):
+    a, b = _weight(found.first), _weight(found.second)
+    if not (
+        type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and a.dtype in _DTYPES
+        and b.dtype == a.dtype
+        and a.device == b.device == x.device
+        and all(_stays(module, x) for module in found[:4])
+    ):
         return None
-    if not all(_stays(module, x) for module in (base, first, second, dropout)):
-        return None
-    found = base_part(base, x)
-    if found is None:
-        return None
+    part = base_part(found.base, x)
+    dropout = found.dropout
     rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    return None if rate >= 1 else found._replace(a=a, b=b, scale=layer.scaling[name], rate=rate)
+    if part is None or rate >= 1:
+        return None
+    return part._replace(a=a, b=b, scale=found.scale, rate=rate)
 
 
 def base_part(base, x):
     """The operands of a frozen linear layer without adapters, whose hooks the caller has looked at; or
     None."""
     weight, dtype = _weight(base), compute_dtype(x)
-    if dtype is None or weight.device != x.device:
+    if dtype is None or weight.device != x.device or is_dtensor(weight):
         return None
     bias = base._parameters.get("bias")
     if is_four_bit(base):

@@ -7,6 +7,7 @@ every adapter after a cast and after dropout, and add the gradients of the input
 
 import torch
 
+from ..._core.modules.quantised import is_quantised
 from ..._core.op.autograd import differentiable_once, refuse_second_derivative
 from . import products
 from .layer import compute_dtype
@@ -39,7 +40,7 @@ def _factors(ctx):
 def plain_weights(parts):
     """The weights that a node saves. Quantised ones stay with their layer: hooks on saved tensors would
     return plain tensors."""
-    return [part.weight if part.state is None else None for part in parts]
+    return [None if p.state is not None or is_quantised(p.weight) else p.weight for p in parts]
 
 
 class _Linears(torch.autograd.Function):
@@ -65,7 +66,7 @@ class _Linears(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (2 + 3 * count)
         x, *others = ctx.saved_tensors
-        weights = [w if p.state is None else p.weight for w, p in zip(others[:count], parts, strict=True)]
+        weights = [p.weight if w is None else w for w, p in zip(others[:count], parts, strict=True)]
         low = Low.of_tensors(others[count:])
         like = next(grad for grad in grads if grad is not None)
         rows = ctx.shape[:-1].numel()

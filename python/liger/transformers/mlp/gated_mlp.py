@@ -25,10 +25,10 @@ TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
-def mlp(module, activations, inplace, recompute=False):
+def mlp(module, activations, inplace, recompute=False, lora_linear=False):
     def recipes(inputs, act_name, dropouts):
         return [
-            MLPRecipe(inputs, act_name, activation, inplace, recompute, dropouts)
+            MLPRecipe(inputs, act_name, activation, inplace, recompute, dropouts, lora_linear)
             for activation in activations
         ]
 

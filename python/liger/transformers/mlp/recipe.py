@@ -70,6 +70,8 @@ class MLPRecipe:
     # True if the backward recomputes the product of gate and up.
     recompute: bool = False
     dropouts: tuple = ()
+    # True if LoRA adapters of the projections are a part of the op.
+    lora_linear: bool = False
 
     @property
     def kind(self):
@@ -87,7 +89,7 @@ class MLPRecipe:
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
-        parts = parts_of(projections, module.down_proj, x)
+        parts = parts_of(projections, module.down_proj, x) if self.lora_linear else None
         if parts is not None:
             emits = self.activation in SAME_VALUE_IN_BACKWARD
             return gated_lora(_form(self.activation, self.packed), parts, x, self.inplace, emits)

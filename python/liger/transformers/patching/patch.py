@@ -70,8 +70,8 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         relu_squared: the activation ``relu(x)^2``, default True.
         gelu: GELU activations with several operations in their code, by torch's one kernel, default True.
         lora_linear: PEFT's LoRA layers around frozen linear layers, plain or quantised, each or q, k and v
-            together as one autograd node, default True. A patched gated MLP computes its adapters in any
-            case.
+            together as one autograd node, and a patched gated MLP with its adapters as one, default False.
+            Float32 adapters are rounded to the dtype of the input, as autocast does.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
             ``fused_linear_cross_entropy=False``.
         fused_linear_cross_entropy: the loss without logits, default True.
@@ -200,7 +200,9 @@ def _recipe(module, options):
     if options.tiled_mlp:
         attempts.append(functools.partial(gated_mlp.mlp_to_tile, num_shards=options.tiled_mlp_num_shards))
     elif options.activations:
-        given = {name: getattr(options, name) for name in ("activations", "inplace", "recompute")}
+        given = {
+            name: getattr(options, name) for name in ("activations", "inplace", "recompute", "lora_linear")
+        }
         attempts.append(functools.partial(gated_mlp.mlp, **given))
     if options.activations:
         attempts.append(functools.partial(experts.experts, activations=options.activations))

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..attention.rotary import is_rotary
 from ..checkpointing.checkpoint import planners
-from ..lora.layer import is_lora
 from ..mlp import activations
 from ..mlp.recipe import MLPRecipe
 from ..recipe import trials
@@ -23,7 +22,7 @@ LEFT = "_liger_left"
 # Attribute of a module with the kind of a replacement that its option turned off.
 NOT_ASKED = "_liger_not_asked"
 
-EXPERTS, GATED_NORM, ONE_KERNEL, LORA = "experts", "gated RMS norm", "GELU of torch", "LoRA layer"
+EXPERTS, GATED_NORM, ONE_KERNEL = "experts", "gated RMS norm", "GELU of torch"
 # The kind of a replacement in the words of a user.
 PARTS = {
     "rope": "rotary embedding",
@@ -38,7 +37,7 @@ PARTS = {
     "experts": "MoE experts",
     "relu_squared": "squared ReLU",
     "gelu": "GELU",
-    "lora_linear": LORA,
+    "lora_linear": "LoRA layer",
     "cross_entropy": "loss",
     "fused_linear_cross_entropy": "lm_head and loss",
     "vocab_parallel_fused_linear_cross_entropy": "vocabulary-parallel lm_head and loss",
@@ -46,10 +45,7 @@ PARTS = {
 }
 LAYER = "decoder layer"
 _PART_OF = {EXPERTS: "MoE experts"}
-_WHY_NOT = {
-    ONE_KERNEL: "torch computes it in one kernel that saves its input only",
-    LORA: "its adapter came after the patch: call liger.patch again",
-}
+_WHY_NOT = {ONE_KERNEL: "torch computes it in one kernel that saves its input only"}
 
 
 @dataclass
@@ -237,8 +233,6 @@ def _not_looked_at(module):
     name = cls.__name__
     if name.endswith("Experts"):
         return EXPERTS
-    if is_lora(module):
-        return LORA
     if "RMSNorm" in name and "Gated" in name:
         return GATED_NORM
     if isinstance(module, nn.LayerNorm) or name.endswith("LayerNorm"):
