@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from liger_bench.devices.processes import count_gpus
 from liger_bench.environment import CHECKOUT, RESULTS
-from liger_bench.processes import count_gpus
 
 from . import MODULES, experiment, results
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import liger
 from liger.cli._demo_worker import nudge
 from liger.transformers.checkpointing import methods
-from liger_bench import model_sizes
-from liger_bench.model_contestants import with_liger_kernel
+from liger_bench.models import sizes as model_sizes
+from liger_bench.models.contestants import with_liger_kernel
 
 from . import pictures, tables, text, training
 from .cells import Cell, Experiment

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import liger
 from liger.cli._demo_worker import nudge
 from liger.transformers.checkpointing import methods
-from liger_bench import on_ranks
-from liger_bench.captured_step import WARM_UP, CapturedStep
-from liger_bench.model_contestants import with_liger_kernel
+from liger_bench.devices import on_ranks
+from liger_bench.models.captured_step import WARM_UP, CapturedStep
+from liger_bench.models.contestants import with_liger_kernel
 
 from . import sharded_training
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liger_bench.processes import count_gpus, may_fork
+from liger_bench.devices.processes import count_gpus, may_fork
 
 from . import experiment, launch, results
 from .measurement import Measurement

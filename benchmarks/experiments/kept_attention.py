@@ -19,14 +19,14 @@ import liger
 from liger.transformers.checkpointing import checkpoint as planning
 from liger.transformers.checkpointing import decoder_layers
 from liger.transformers.checkpointing.memory_plan import Saving, State, path
-from liger_bench.bench_model import parse_shape
+from liger_bench.devices.processes import elsewhere
 from liger_bench.environment import environment
 from liger_bench.harness import Options
-from liger_bench.model_contestants import Contestant
-from liger_bench.model_report import GIB
-from liger_bench.model_sizes import size_of
-from liger_bench.model_trainee import Trainee, random_batches
-from liger_bench.processes import elsewhere
+from liger_bench.models.bench_model import parse_shape
+from liger_bench.models.contestants import Contestant
+from liger_bench.models.report import GIB
+from liger_bench.models.sizes import size_of
+from liger_bench.models.trainee import Trainee, random_batches
 
 SHAPES = ((32, 1024), (4, 8192), (1, 32768), (1, 131072))
 FULL, KEPT, PLAN, WHOLE = "full checkpointing", "attention kept", "plan", "plan of whole layers"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from multiprocessing import connection
 
-from liger_bench.processes import FORK, end_with_parent, rendezvous, write_output_to
+from liger_bench.devices.processes import FORK, end_with_parent, rendezvous, write_output_to
 
 from . import process
 
@@ -16,7 +16,7 @@ from . import process
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "liger.transformers",
-    "liger_bench.model_trainee",
+    "liger_bench.models.trainee",
 )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from liger_bench import model_sizes
+from liger_bench.models import sizes as model_sizes
 
 from . import pictures, sharded_training, tables, training
 from .cells import Cell, Experiment

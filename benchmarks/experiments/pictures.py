@@ -8,7 +8,7 @@ import re
 import statistics
 import textwrap
 
-from liger_bench.model_report import GIB
+from liger_bench.models.report import GIB
 
 from .results import cells_of, ordered
 

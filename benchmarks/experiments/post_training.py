@@ -2,9 +2,9 @@
 """E12: post-training losses over batch sizes, DPO and ORPO through TRL, training steps under FSDP2 on two
 GPUs."""
 
-from liger_bench import bench_preference
 from liger_bench import measure as bench
 from liger_bench.harness import Options
+from liger_bench.ops import preference as bench_preference
 
 from . import pictures, preference_training, sharded_training, tables, training
 from .cells import Cell, Experiment, coarse_first

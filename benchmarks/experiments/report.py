@@ -5,8 +5,8 @@ import importlib.util
 import os
 import re
 
-from liger_bench.chart import save
 from liger_bench.environment import CHECKOUT
+from liger_bench.reports.chart import save
 
 from . import MODULES, experiment, results, tables
 

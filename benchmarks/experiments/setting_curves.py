@@ -15,7 +15,7 @@ import torch
 
 import liger
 from liger.cli._demo_report import allowed_difference
-from liger_bench import model_sizes
+from liger_bench.models import sizes as model_sizes
 
 from . import pictures, tables, text, training
 from .cells import Cell, Experiment

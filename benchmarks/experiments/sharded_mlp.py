@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """E11: one gated MLP under FSDP2 and ZeRO-3 at seven lengths, whole and tiled, by
-liger_bench.bench_sharded_mlp."""
+liger_bench.devices.sharded_mlp."""
 
-from liger_bench import bench_sharded_mlp as bench
+from liger_bench.devices import sharded_mlp as bench
 
 from . import pictures, sharded_training, tables
 from .cells import Cell, Experiment

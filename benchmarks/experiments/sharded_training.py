@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from liger_bench import on_ranks
+from liger_bench.devices import on_ranks
 from liger_bench.measure import spread
 
 from . import text, training

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tables of results in Markdown."""
 
-from liger_bench.model_report import GIB
-from liger_bench.model_trainee import SAME_LOSS
+from liger_bench.models.report import GIB
+from liger_bench.models.trainee import SAME_LOSS
 
 from .results import ordered
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training steps of one method at one size, by the contestants of liger_bench.bench_model."""
+"""Training steps of one method at one size, by the contestants of liger_bench.models.bench_model."""
 
 import functools
 import statistics
@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 
 import liger
-from liger_bench import model_sizes, model_trainee
 from liger_bench.measure import spread
-from liger_bench.model_contestants import Contestant, compiled, contestants
+from liger_bench.models import sizes as model_sizes
+from liger_bench.models import trainee as model_trainee
+from liger_bench.models.contestants import Contestant, compiled, contestants
 
 from . import text
 from .cells import Cell, coarse_first

@@ -6,9 +6,7 @@ It is run from a checkout and is not part of the wheel.
 
 from pathlib import Path
 
-# The modules bench_<op>.py with a function rows(options); the others are programs of their own.
+# The modules of ops/ with a function rows(options); the others are their parts.
 OPS = tuple(
-    file.stem.removeprefix("bench_")
-    for file in sorted(Path(__file__).parent.glob("bench_*.py"))
-    if "\ndef rows(" in file.read_text()
+    file.stem for file in sorted(Path(__file__).parent.glob("ops/*.py")) if "\ndef rows(" in file.read_text()
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .verdict import FASTEST_PEER
+from .reports.verdict import FASTEST_PEER
 
 # Sizes of a sweep: those of the benchmarks of liger-kernel.
 SIZES = (4096, 8192, 12288, 16384)

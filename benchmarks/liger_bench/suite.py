@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 
-from . import OPS, overview
+from . import OPS
 from .environment import RESULTS, environment
-from .goals import reached
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
-from .merge import merged
-from .plots import plot
-from .report import markdown
-from .verdict import faults, verdict
+from .reports import overview
+from .reports.goals import reached
+from .reports.merge import merged
+from .reports.plots import plot
+from .reports.report import markdown
+from .reports.verdict import faults, verdict
 
 SCHEMA = 2
 
@@ -38,7 +39,7 @@ def rows_of(ops, options, words=()):
     they are measured."""
     rows = [ceiling_row(options)]
     for op in ops:
-        rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
+        rows += importlib.import_module(f"{__package__}.ops.{op}").rows(options)
     return [row for row in rows if not words or any(word in row.name for word in words)]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pages of the benchmark results, rendered from the JSON files in benchmarks/results.
 
-The site renders a page for each file of ``benchmarks/run.py``, ``bench_model``, ``bench_vocabulary`` and
-``bench_sharded_mlp``. Their first page, README.md, lists the newest results of each benchmark and device. A
+The site renders a page for each file of ``benchmarks/run.py``, ``bench_model``, ``vocabulary`` and
+``sharded_mlp``. Their first page, README.md, lists the newest results of each benchmark and device. A
 file stays in the folder while it is the newest of its kind or a page names it;
 ``python scripts/docs_site/result_pages.py`` moves all others to archive.tar.xz.
 """
@@ -24,7 +24,9 @@ ARCHIVE = "archive.tar.xz"
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from liger_bench import model_report, report, sharded_mlp_report, vocabulary_report  # noqa: E402
+from liger_bench.devices import sharded_mlp_report, vocabulary_report  # noqa: E402
+from liger_bench.models import report as model_report  # noqa: E402
+from liger_bench.reports import report  # noqa: E402
 
 
 def pages(root):

@@ -14,8 +14,12 @@ from planned_llama import FEWEST
 from transformers.models.llama import modeling_llama
 
 import liger
-from liger_bench import bench_model, model_contestants, model_report, model_sizes, model_trainee
-from liger_bench.model_contestants import Contestant
+from liger_bench.models import bench_model
+from liger_bench.models import contestants as model_contestants
+from liger_bench.models import report as model_report
+from liger_bench.models import sizes as model_sizes
+from liger_bench.models import trainee as model_trainee
+from liger_bench.models.contestants import Contestant
 
 TINY = replace(model_sizes.SELF_TEST, shapes=((1, 8),), rounds=3)
 

@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 
 from planned_llama import FEWEST
 
-from liger_bench import bench_model, model_ranks
+from liger_bench.models import bench_model
+from liger_bench.models import ranks as model_ranks
 
 PLAIN, OURS = "transformers", "liger[torch]"
 

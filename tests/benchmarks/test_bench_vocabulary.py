@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_bench import bench_vocabulary as bench
+from liger_bench.devices import vocabulary as bench
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -20,7 +20,16 @@ def run(folder, *arguments):
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = folder / "made" / "vocabulary.json"
-    program = ["-m", "liger_bench.bench_vocabulary", "--device", "cpu", "--dtype", "float32", "--json", path]
+    program = [
+        "-m",
+        "liger_bench.devices.vocabulary",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--json",
+        path,
+    ]
     sizes = ["--tokens", "60", "130", "--hidden", "16", "--vocabulary", "131"]
     done = subprocess.run(
         [sys.executable, *launch, *program, *sizes, *arguments],

@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from liger_bench import OPS, bench_fused_linear_ce, cli, harness
+from liger_bench import OPS, cli, harness
 from liger_bench.harness import Options
+from liger_bench.ops import fused_linear_ce as bench_fused_linear_ce
 
 # --- the whole suite, tiny ----------------------------------------------------------------------------------
 

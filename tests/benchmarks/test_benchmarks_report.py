@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from forked_python import python
 
-from liger_bench import OPS, cli, environment, goals, harness, report, suite, verdict
+from liger_bench import OPS, cli, environment, harness, suite
 from liger_bench.harness import Options
+from liger_bench.reports import goals, report, verdict
 
 ROOT = Path(__file__).parents[2]
 

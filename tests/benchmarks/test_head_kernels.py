@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of kernels, and the table, of liger_bench.bench_head_kernels; the measurement needs a GPU."""
+"""Names of kernels, and the table, of liger_bench.heads.kernels; the measurement needs a GPU."""
 
 import pytest
 
-from liger_bench import bench_head_kernels as bench
+from liger_bench.heads import kernels as bench
 
 PREFIX = "void liger::sm90::gemm_kernel"
 TIMES = [

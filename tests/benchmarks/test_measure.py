@@ -8,9 +8,10 @@ import weakref
 import pytest
 import torch
 
-from liger_bench import measure, report, verdict
+from liger_bench import measure
 from liger_bench.candidates import Candidate, providers
 from liger_bench.harness import Contest, Provider, Row, Work, backward_work, forward_work, training_work
+from liger_bench.reports import report, verdict
 
 
 def double(t):

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from liger_bench import cli, merge, report
+from liger_bench import cli
+from liger_bench.reports import merge, report
 
 
 def provider(ratio, mib=100.0, group="other", **more):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from liger_bench import model_curve
+from liger_bench.models import curve as model_curve
 
 GIB = 1024**3
 

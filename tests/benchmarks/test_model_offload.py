@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from liger_bench import model_offload
+from liger_bench.models import offload as model_offload
 
 
 def test_command(tmp_path, capsys):

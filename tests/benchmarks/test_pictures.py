@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from liger_bench import cli, overview, plots
+from liger_bench import cli
+from liger_bench.reports import overview, plots
 
 pytest.importorskip("matplotlib")
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A contestant of ``bench_model`` at work: its model, its optimizer and the measurement of its steps."""
+
+import contextlib
+import importlib
+import importlib.util
+import time
+
+import torch
+
+import liger
+from liger.transformers.checkpointing import methods
+
+from ..measure import PROVIDER_ERRORS, spread
+from .captured_step import WARM_UP, CapturedStep
+
+# Allowed relative difference of the first loss from the unpatched model's.
+SAME_LOSS = 2e-3
+
+
+def random_batches(size, shape, device, seed=1):
+    """Three batches of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = size.config["vocab_size"]
+    return [torch.randint(vocabulary, tuple(shape), generator=generator).to(device) for _ in range(3)]
+
+
+def quantise(model, device):
+    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
+    nn = importlib.import_module("bitsandbytes").nn
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                made = nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=child.weight.dtype,
+                    quant_type="nf4",
+                )  # fmt: skip
+                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+                setattr(module, name, made.to(device))
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+
+
+def with_adapters(model, rank):
+    """The model of PEFT with LoRA on all linear layers of the decoder, in float32 as PEFT's default is."""
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+class Trainee:
+    """The model and optimizer of a contestant, or the reason why it failed."""
+
+    def __init__(self, contestant, size, device):
+        self.contestant, self.size, self.device = contestant, size, device
+        self.failure, self.samples, self.host, self.peak, self.loss = None, [], [], None, None
+        missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            self.failure = "missing", f"not installed: {', '.join(missing)}"
+
+    def attempt(self, action, *arguments):
+        """Runs a part of the benchmark for this contestant; an exception of its code is recorded as its
+        result."""
+        if self.failure is not None:
+            return
+        try:
+            with self.contestant.context(), self._globals():
+                action(*arguments)
+        except PROVIDER_ERRORS as error:
+            self.failure = "failed", f"{type(error).__name__}: {error}".strip()[:600]
+            self.model = self.call = self.optimizer = None
+
+    @contextlib.contextmanager
+    def _globals(self):
+        """Context manager: the contestant's replacements in the module of the model are active only
+        inside."""
+        family = self.size.family
+        names = vars(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
+        before = dict(names)
+        names.update(getattr(self, "_replaced", {}))
+        try:
+            yield
+        finally:
+            self._replaced = {
+                name: value for name, value in names.items() if name in before and before[name] is not value
+            }
+            names.update({name: before[name] for name in self._replaced})
+
+    def make_model(self):
+        """The model before the contestant prepares it, with the same weights for every contestant."""
+        transformers = importlib.import_module("transformers")
+        name = self.size.family.capitalize()
+        settings = {"tie_word_embeddings": True, **self.size.config}
+        config = getattr(transformers, f"{name}Config")(
+            **settings, use_cache=False, attn_implementation="sdpa"
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return getattr(transformers, f"{name}ForCausalLM")(config).to(self.size.dtype).train()
+
+    def make_optimizer(self, parameters):
+        return self.contestant.optimizer(parameters, capturable=self.contestant.captured)
+
+    def shard(self):
+        """Distributes the prepared model; here there is one device."""
+
+    def build(self):
+        self.model = self.make_model()
+        captured = self.contestant.captured
+        if self.size.checkpointing and self.contestant.checkpointing:
+            # The state of the random generator cannot be read during a capture, and this model has no
+            # dropout.
+            settings = {"preserve_rng_state": False} if captured else {}
+            methods.enable(self.model, **settings)
+        if self.size.nf4:
+            quantise(self.model, self.device)
+        if self.size.lora:
+            self.model = with_adapters(self.model, self.size.lora)
+        self.call = self.contestant.prepare(self.model)
+        self.shard()
+        self.optimizer = self.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.step = CapturedStep(self.eager_step) if captured else self.eager_step
+
+    def eager_step(self, tokens):
+        loss = self.call(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def idle_bytes(self):
+        """Bytes of model and optimizer between steps."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        kept = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
+        return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
+
+    def warm_up(self, batches):
+        count = max(self.size.warm_up, self.contestant.warm_up)
+        if self.contestant.captured:
+            losses = self.step.warm_up([batches[0]] * WARM_UP)
+            others = torch.cuda.memory_allocated() - self.idle_bytes()
+            self.peak = self.step.capture(batches[0]) - others
+        else:
+            losses = [self.step(batches[i % len(batches)]) for i in range(count)]
+        if self.loss is None:
+            self.loss = losses[0].item()
+
+    def burst(self, batches, first):
+        """Runs some steps between two synchronisations; records time and host time per step, and peak
+        memory."""
+        gpu, count = self.device == "cuda", self.size.burst
+        if gpu:
+            torch.cuda.synchronize()
+            others = torch.cuda.memory_allocated() - self.idle_bytes()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for i in range(first, first + count):
+            self.step(batches[i % len(batches)])
+        issued = time.perf_counter()
+        if gpu:
+            torch.cuda.synchronize()
+            self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated() - others)
+        self.samples.append((time.perf_counter() - start) * 1e3 / count)
+        self.host.append((issued - start) * 1e3 / count)
+
+    def record(self, reference):
+        """Returns the measurements of one shape and clears them."""
+        record = {"group": self.contestant.group, "status": "ok"}
+        if self.failure is not None:
+            record["status"], record["reason"] = self.failure
+        elif reference is not None and not abs(self.loss / reference - 1) <= SAME_LOSS:
+            record.update(status="wrong", reason=f"loss {self.loss:.5g}, unpatched {reference:.5g}")
+        if self.samples and self.failure is None:
+            record.update(
+                first_loss=self.loss,
+                ms=spread(self.samples),
+                host_ms=spread(self.host),
+                peak_bytes=self.peak,
+                idle_bytes=self.idle_bytes(),
+            )
+            if self.contestant.is_planned:
+                record["plan"] = liger.transformers.patch_report(self.model).checkpointing
+        self.samples, self.host, self.peak = [], [], None
+        return record

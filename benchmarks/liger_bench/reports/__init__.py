@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""From measured rows to verdicts, tables and pictures."""

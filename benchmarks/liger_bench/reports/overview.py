@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The figures of docs/images: one per op, and the time and the memory of the most common ops."""
+
+import json
+import statistics
+from dataclasses import replace
+
+from ..environment import RESULTS
+from .chart import Group, draw, save
+from .plots import group_of, picture, source
+
+
+def _row(name, ours, theirs):
+    return name, {ours: "liger-ops", theirs: "liger-kernel", "torch eager": "torch eager"}
+
+
+# Label -> (row, its providers). NOTE says where liger-ops and liger-kernel do not do the same work.
+OVERVIEW = {
+    "fused_linear_ce\n16384 x 4096 x 128256": _row(
+        "fused_linear_ce 16384x4096x128256", "liger[cuda]", "liger-kernel fp32 sum"
+    ),
+    "DPO\n8 x 1024 tokens": _row("dpo 8x1024x4096x128256", "liger[cuda]", "liger-kernel"),
+    "GRPO\n8 x 1024 tokens": _row("grpo 8x1024x4096x128256", "liger[cuda]", "liger-kernel"),
+    "cross_entropy\n8192 x 128256": _row(
+        "cross_entropy forward and backward 8192x128256", "liger[cuda] inplace", "liger-kernel"
+    ),
+    "rms_norm\n16384 x 4096": _row(
+        "rms_norm forward and backward 16384x4096", "liger[cuda]", "liger-kernel keeping dy"
+    ),
+    "rope\n4 x 32 + 8 heads x 4096": _row(
+        "rope forward and backward q(4,32,4096,128) k(4,8,4096,128)", "liger[cuda] inplace", "liger-kernel"
+    ),
+    "swiglu\n16384 x 14336": _row(
+        "swiglu forward and backward 16384x14336", "liger[cuda] inplace", "liger-kernel"
+    ),
+}
+NOTE = (
+    "dW is summed in float32, except by DPO and GRPO of liger-kernel, which sum it in bfloat16; rms_norm keeps "
+    "its upstream gradient; cross_entropy, rope and swiglu may write over their inputs."
+)
+TIME = "device time, liger-kernel = 1; ms at the bars"
+
+
+def runs(folder=RESULTS):
+    """The results of complete runs in a folder, newest first."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    whole = [r for r in found if r.get("schema") == 2 and r["environment"]["size"] == "full"]
+    return sorted(whole, key=lambda r: r["environment"]["date"], reverse=True)
+
+
+def overview(results):
+    """The figures of the rows of OVERVIEW, each from the newest run with that row: time, and memory."""
+    groups, facts = [], []
+    for label, (name, providers) in OVERVIEW.items():
+        for result in results:
+            record = next((r for r in result["rows"] if r["name"] == name), None)
+            if record is not None:
+                groups.append(group_of(record, label, providers))
+                facts.append(result["environment"])
+                break
+    if not groups:
+        raise ValueError(f"no run has a row of the overview, such as {next(iter(OVERVIEW.values()))[0]}")
+    times = [{bar.series: bar.time for bar in group.bars} for group in groups]
+    speedups = [
+        t["liger-kernel"] / t["liger-ops"] for t in times if {"liger-kernel", "liger-ops"} <= t.keys()
+    ]
+    title = "How long do forward and backward take?"
+    if speedups:
+        # The median: one row with a slow peer must not carry the title.
+        title = f"Forward and backward: {statistics.median(speedups):.2f} times the speed of liger-kernel (median)"
+    note = f"{NOTE} {source(*facts)}"
+    timed = [Group(group.label, [replace(bar, mib=None) for bar in group.bars]) for group in groups]
+    return {
+        "overview": draw(timed, title, note, TIME, reference="liger-kernel"),
+        "overview-memory": draw(groups, "How much memory do forward and backward take?", note),
+    }
+
+
+def write(stem, results=None):
+    """``<stem>-<op>.png`` of every op, from the newest run that has it, ``<stem>-overview.png`` and
+    ``<stem>-overview-memory.png``; returns the paths."""
+    results = runs() if results is None else results
+    figures = overview(results)
+    for result in results:
+        for op in dict.fromkeys(record["op"] for record in result["rows"] if record["contests"]):
+            records = [record for record in result["rows"] if record["op"] == op]
+            figures.setdefault(op, picture(op, records, result["environment"]))
+    paths = []
+    for name, figure in figures.items():
+        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
+        save(figure, paths[-1])
+    return paths
