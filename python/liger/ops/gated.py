@@ -119,33 +119,6 @@ def packed_backward_(grad_out, gate_up, activation):
     gate_up.copy_(torch.cat(grads, -1))
 
 
-def torch_kernels(family, activations):
-    """The torch kernels of a family by the names of its ops. ``activations``: options of an op -> name of the
-    activation."""
-
-    def of_backward(grad_out, gate, up, emit_product=False, *options):
-        return backward(grad_out, gate, up, emit_product, activations[options])
-
-    def of_packed_backward(grad_out, gate_up, emit_product=False, *options):
-        return packed_backward(grad_out, gate_up, emit_product, activations[options])
-
-    def of_backward_product_(grad_out, gate, up, *options):
-        backward_product_(grad_out, gate, up, activations[options])
-
-    kernels = {
-        "": lambda gate, up, *options: product(gate, up, activations[options]),
-        "_backward": of_backward,
-        "_backward_": lambda grad_out, gate, up, *o: backward_(grad_out, gate, up, activations[o]),
-        "_backward_product_": of_backward_product_,
-        "_packed": lambda gate_up, *options: packed_product(gate_up, activations[options]),
-        "_packed_backward": of_packed_backward,
-        "_packed_backward_": lambda grad_out, gate_up, *o: packed_backward_(
-            grad_out, gate_up, activations[o]
-        ),
-    }
-    return {f"{family}{suffix}": kernel for suffix, kernel in kernels.items()}
-
-
 # --- the forms that write -----------------------------------------------------------------------------------
 
 

@@ -460,10 +460,10 @@ class Planner:
         text += f"; peak at most {size_text(self.last_start[phase] + need)} of {size_text(self.meter.limit)}"
         if not self.meter.exact and self.plan.is_measured(phase, kept):
             text += f", measured {size_text(self.last_start[phase] + self.plan.peaks[phase][kept])}"
-        if self.store.is_on:
-            text += f"; {self.store.summary}"
         if nothing and self.refusal is not None:
             text += f"; attention alone is not kept: {self.refusal}"
+        if self.store.is_on:
+            text += f"; {self.store.summary}"
         return f"{text}; instead of {self.switches.replaced}" if self.switches.replaced else text
 
     def _report(self, step, before, fell_back):
