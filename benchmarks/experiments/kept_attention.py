@@ -115,7 +115,7 @@ def main(arguments=None):
     for shape in parsed.shapes or (size.shapes if parsed.self_test else SHAPES):
         records.append(shape_record(shape, size, device, 10**12))
         if parsed.json:
-            content = {"environment": facts, "model": size.name, "shapes": records}
+            content = {"environment": facts, "shape_of": size.name, "shapes": records}
             parsed.json.write_text(json.dumps(content, indent=1) + "\n")
     return records
 
