@@ -5,6 +5,8 @@ import importlib
 
 import torch
 
+from liger_bench.models.trainee import quantise
+
 from . import pictures, tables, text, training
 from .cells import Experiment
 
@@ -22,21 +24,6 @@ GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 
 def cells(tiny):
     return training.cells_of_kinds(METHODS, NEEDS, tiny)
-
-
-def quantise(model, device):
-    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
-    nn = importlib.import_module("bitsandbytes").nn
-    for module in list(model.model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear:
-                made = nn.Linear4bit(
-                    child.in_features, child.out_features, bias=False, compute_dtype=child.weight.dtype,
-                    quant_type="nf4",
-                )  # fmt: skip
-                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
-                setattr(module, name, made.to(device))
-    model.is_loaded_in_4bit = True  # PEFT asks for it
 
 
 def galore(parameters, named):

@@ -368,11 +368,12 @@ def test_peak_on_a_device(layers):
         tiny_models.step(model, **given)
     (planner,) = planners(model)
     assert sum(kept(model)) == 8 - FEWEST
-    limit = full + planner.plan.cost(layers)
+    limit = full + layers * planner.savings[-1].bytes
     lt.checkpoint(model, limit)
     for _ in range(8):
         tiny_models.step(model, **given)
-    # A step that counts activations may need a little more than one that recomputes every layer.
-    assert sum(kept(model)) >= layers - 1
+    # A step that counts activations may need a little more than one that recomputes every layer, and
+    # attention may have taken the room of one.
+    assert sum(kept(model)) >= min(layers, 8 - FEWEST) - 2
     assert peak(model) <= limit
     tiny_models.assert_same_step(seeded_step(model, given), expected)

@@ -290,9 +290,9 @@ def test_strides_and_dtypes_come_back(shape, order, dtype):
     assert torch.equal(back, x) and back.dtype == dtype and back.stride() == x.stride()
 
 
-def test_the_store_of_the_device():
+def test_a_tensor_that_stays():
     x = torch.ones(2)
-    handle = offload.OnDevice.put(x)
+    handle = offload.Kept(x)
     assert handle.get().data_ptr() == x.data_ptr() and handle.get().is_leaf
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after the layer had read it: it has version 1"):

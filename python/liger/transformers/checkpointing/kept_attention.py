@@ -168,7 +168,7 @@ class _SDPA:
 
 
 class _Function:
-    """A call of another function of the interface, whose arguments are those of transformers."""
+    """A call of another function of the interface, which takes the arguments of transformers."""
 
     kernel = None
 

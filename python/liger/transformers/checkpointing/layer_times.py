@@ -74,8 +74,8 @@ def estimated(layer, tokens, attention_flops):
     """(time of a layer, time of its attention) for a forward, in a unit that all layers share.
 
     Args:
-        layer: the module. Each weight multiplies every token; those of experts, which have three dimensions,
-            are not counted.
+        layer: the module. Each weight multiplies every token; weights of experts, which have three
+            dimensions, are not counted.
         tokens: of the forward.
         attention_flops: of its attention kernels.
     """

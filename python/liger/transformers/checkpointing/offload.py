@@ -64,15 +64,6 @@ class Kept:
         return self._tensor
 
 
-class OnDevice:
-    """A store that moves nothing."""
-
-    @staticmethod
-    def put(tensor):
-        """A handle, whose ``get()`` returns the tensor, without its graph."""
-        return Kept(tensor)
-
-
 class HostStore:
     """A store in host memory. It takes tensors between :meth:`begin` and :meth:`flush`, within
     :meth:`layer`.
@@ -225,7 +216,7 @@ class _Group:
         self.leaving.clear()
 
     def reach(self):
-        """The backward asks for a tensor of this layer: those of the layer before are next."""
+        """The backward asks for a tensor of this layer: the tensors of the layer before are next."""
         task = _task()
         if task == self.task or task == -1:
             return

@@ -125,7 +125,7 @@ def _backward(ctx, grad):
 
 
 def gated_lora(form, parts, x, inplace, emits):
-    """``down(product of gate and up)``, see :func:`parts_of`. The arguments are those of
+    """``down(product of gate and up)``, see :func:`parts_of`. It takes the arguments of
     :func:`.gated_linear.gated_linear`, but parts and x."""
     tensors = operands(parts)
     with torch.no_grad():
