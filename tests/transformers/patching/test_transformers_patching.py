@@ -50,9 +50,13 @@ def is_patched(model):
 
 
 def snapshot(modeling):
-    """The code of a modeling module: globals, and the attributes of its classes."""
+    """The code of a modeling module: globals, and the attributes of its classes but for what transformers caches there."""
     names = {name: value for name, value in vars(modeling).items() if not name.startswith("_liger")}
-    classes = {name: dict(vars(value)) for name, value in names.items() if inspect.isclass(value)}
+    classes = {
+        name: {key: item for key, item in vars(value).items() if not key.endswith("_cached_value")}
+        for name, value in names.items()
+        if inspect.isclass(value)
+    }
     return names, classes
 
 
