@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Model types of the installed transformers, tiny and random, beside their patched copies.
 
-docs/models.md has the results for all types; the fifth that runs in make test must agree with it.
+docs/reference/models.md has the results for all types; the fifth that runs in make test must agree with it.
 """
 
 import re
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from model_scan import checks, configs, inputs, models, runner, table  # noqa: E402
 from model_scan.report import run  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 # One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules,
 # unshifted labels, a model within a model, tied embeddings, auxiliary losses, stateful mixers.
 CHOSEN = (

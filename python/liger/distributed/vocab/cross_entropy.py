@@ -2,7 +2,8 @@
 """The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and
 autograd.
 
-docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
+docs/guides/vocab_parallel.md says which data is exchanged and when; docs/guides/cross_entropy.md defines
+every term.
 """
 
 from collections import deque
