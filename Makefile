@@ -95,7 +95,7 @@ docs: build/docs/installed
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --strict
 
 # The sdist and the two wheels of a release in dist/, and every check of them that needs no GPU. Hours: all architectures
-# are compiled twice. docs/releasing.md has the rest of a release.
+# are compiled twice. docs/development/releasing.md has the rest of a release.
 release-check: install-test
 	$(PYTHON) -m pip install --quiet --group release
 	$(PYTHON) scripts/release_check.py $(RELEASE_ARGS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
-# Toolchain for aarch64 (Grace) on an x86-64 machine; docs/install.md has the command.
+# Toolchain for aarch64 (Grace) on an x86-64 machine; docs/start/install.md has the command.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

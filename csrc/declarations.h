@@ -20,7 +20,8 @@ namespace liger {
 //                        is an even dimension, twice I. An option is also a dimension, and H/group_size is a
 //                        dimension that is missing if group_size is None
 //   residual: like x     the shape, dtype and, of a result, the strides of x
-//   weight: H or f32     a parameter in the dtype of x or in float32. All parameters of a call have one dtype
+//   weight: H or f32     a parameter in the dtype of x or in float32; all parameters of a call have one
+//                        dtype. "alpha: 1 or f32" has one element
 //   rstd: ... f32        float32, or float64 if x is float64: a statistic of the rows
 //
 // The first tensor is floating, and the others have its dtype and device. A leading "...", and "batch", are

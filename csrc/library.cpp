@@ -160,12 +160,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // See csrc/lm_head/planner.h
   m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
-  // see ChunkLayout in csrc/lm_head/planner.h
+  // see ChunkLayout in csrc/lm_head/planner.h. logits_in is a LogitsIn of this header
   m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int logits_in, int stride, int elements, int accumulator_bytes, int prefetch_rows, int[] chunk_rows, int[] chunk_offsets)");
+  // "name=value" or "name=value,value" of the constants that code in Python needs: EngineConstants in
+  // python/liger/_core/head/sm90_plan.py
+  m.def("plan_constants() -> str[]");
   // The plan of the wgmma engine of compute capability 9.0 for a device with so many active two-block
   // clusters (66: 132 SMs), in chunks that are multiples of group_rows; no chunks where the generic engine
   // takes over. See LinearCePlan in csrc/lm_head/sm90/planner.h
-  m.def("plan_sizes_sm90() -> str[]");
   m.def("plan_split_k_sums_sm90(int rows, int hidden, int k_splits) -> int");
   m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_k_splits, int rows_in_grad_weight, int workspace_panel_bytes, int scale_bytes, int panel_offset)");
   // The same for losses with a separate matrix dlogits; zeros where the generic engine takes over. See

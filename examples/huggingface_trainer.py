@@ -8,8 +8,8 @@
         --output_dir out --use_tiled_mlp true --tiled_mlp_num_shards 4
 
 The text is the source code of Python's standard library, one token per byte, so nothing is downloaded. The
-script has all arguments of ``transformers.TrainingArguments``. docs/distributed.md describes the loss under
-each framework.
+script has all arguments of ``transformers.TrainingArguments``. docs/guides/distributed.md describes the loss
+under each framework.
 """
 
 import sysconfig

@@ -4,7 +4,7 @@
 
 Needs an interpreter with torch and the dependency groups "test" and "release", which make installs. The
 builds have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and
-release-report.md. docs/releasing.md says what else a release needs.
+release-report.md. docs/development/releasing.md says what else a release needs.
 """
 
 import argparse

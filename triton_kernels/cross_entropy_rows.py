@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every
-term.
+"""The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/guides/cross_entropy.md defines
+every term.
 
 forward_kernel: persistent programs, each with one row at a time, by the rule in :mod:`.cross_entropy_rule`.
 One pass over the logits computes the online-softmax statistics per lane, merged at the end of the row. The

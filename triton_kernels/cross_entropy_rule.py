@@ -5,7 +5,7 @@ coefficients computed from them, and the gradient. The twin of csrc/cross_entrop
 Statistics: z_max; sum of exp(z - z_max); entropy_sum of exp(z - z_max) * (z - z_max); best, best_col: the
 largest logit before the softcap and its column; weighted_sum of class_weight * (z - z_max), weight_total of
 class_weight. The log-sum-exp is rounded where logits are large, so only the z-loss reads it. Probabilities
-are never materialised. docs/cross_entropy.md defines every term.
+are never materialised. docs/guides/cross_entropy.md defines every term.
 """
 
 import triton

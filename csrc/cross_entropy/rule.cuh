@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// The row rule of cross entropy (docs/cross_entropy.md), which all row kernels apply:
+// The row rule of cross entropy (docs/guides/cross_entropy.md), which all row kernels apply:
 // online-softmax statistics of a row, the results and gradient coefficients computed from them, and the
 // gradient of a vector of logits.
 #pragma once

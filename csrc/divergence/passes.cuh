@@ -74,7 +74,8 @@ struct alignas(16) RowConstants {
   }
 };
 
-// The result of a row: its loss, the sum of s (docs/divergence.md), and the coefficients of its gradient.
+// The result of a row: its loss, the sum of s (docs/guides/divergence.md), and the coefficients of its
+// gradient.
 struct RowResult {
   float loss, slope;
   float a, b, c;

@@ -61,12 +61,14 @@ std::string listed(const int (&values)[kCount]) {
 }
 
 // The result is text ("name=value" or "name=value,value"), so a new constant needs no new schema.
-std::vector<std::string> plan_sizes_sm90_op() {
+std::vector<std::string> plan_constants_op() {
   const auto field = [](const char* name, int64_t value) {
     return std::string(name) + "=" + std::to_string(value);
   };
   return {field("hidden_unit", sm90::kHiddenUnit),
           field("min_rows", sm90::kMinRows),
+          field("max_softcap", sm90::kMaxSoftcap),
+          field("full_speed_rows", kFullSpeedRows),
           field("tile_rows", sm90::kTileM),
           field("cluster_rows", sm90::kTileM * sm90::kCluster),
           field("logits_tile", sm90::kPingpongColumns),
@@ -129,7 +131,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
-  m.impl("plan_sizes_sm90", TORCH_BOX(&plan_sizes_sm90_op));
+  m.impl("plan_constants", TORCH_BOX(&plan_constants_op));
   m.impl("plan_split_k_sums_sm90", TORCH_BOX(&sm90::split_k_sums));
   m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
   m.impl("plan_linear_backward_sm90", TORCH_BOX(&plan_linear_backward_sm90_op));

@@ -3,7 +3,8 @@
 
     python scripts/docs_site/declared_tables.py
 
-writes them between their markers in docs/distributed.md and docs/errors.md. A test compares them.
+writes them between their markers in docs/guides/distributed.md and docs/reference/errors.md. A test compares
+them.
 """
 
 import re
@@ -81,7 +82,7 @@ def ranges(ops):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-TABLES = {"docs/distributed.md": placements, "docs/errors.md": ranges}
+TABLES = {"docs/guides/distributed.md": placements, "docs/reference/errors.md": ranges}
 
 
 def written(page, table):

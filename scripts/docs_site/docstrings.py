@@ -18,7 +18,7 @@ LAZY = {
     "liger.unpatch": "liger.transformers.unpatch",
 }
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
-_PAGE = re.compile(r"\bdocs/([a-z_]+)\.md\b")
+_PAGE = re.compile(r"\bdocs/([a-z_/]+)\.md\b")
 _SECTION = re.compile(r"^ *(Args|Attributes|Raises):$")
 _SEVERAL = re.compile(r"^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):(.*)$", re.S)
 # Names whose list goes on in the next line.

@@ -134,8 +134,9 @@ def _index(root):
     lines += [
         "",
         "[torch.ops.liger](torch_ops.md) lists the schemas of the ops underneath.",
-        "[Errors](../docs/errors.md) gives the ranges of options, [derivatives](../docs/autograd.md) which of them",
-        "can be differentiated, and [environment variables](../docs/environment.md) the settings.",
+        "[Errors](../docs/reference/errors.md) gives the ranges of options,",
+        "[derivatives](../docs/reference/autograd.md) which of them",
+        "can be differentiated, and [environment variables](../docs/reference/environment.md) the settings.",
         "",
     ]
     return "\n".join(lines)

@@ -35,12 +35,12 @@ SOURCES = (
 # Searches lead to guides first: the weight of the pages in a folder, the first that fits.
 BOOSTS = {
     **dict.fromkeys(("docs/lab", "csrc", "CHANGELOG.md"), 0.1),
-    "docs/models.md": 0.5,
-    "docs/troubleshooting.md": 4,
+    "docs/reference/models.md": 0.5,
+    "docs/start/troubleshooting.md": 4,
     **dict.fromkeys(("docs", "README.md"), 2),
 }
 # Their tables take the place of the table of contents.
-WIDE = ("docs/models.md",)
+WIDE = ("docs/reference/models.md",)
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
 _RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")

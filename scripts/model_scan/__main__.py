@@ -3,7 +3,8 @@
 
 Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched
 copy: loss and gradients, in training with dropout, checkpointing, images, packed positions and more.
-docs/models.md is the result for all types. The exit code is 1 if a patched model gives other numbers.
+docs/reference/models.md is the result for all types. The exit code is 1 if a patched model gives other
+numbers.
 """
 
 import argparse

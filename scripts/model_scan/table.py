@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/models.md: the reports of a scan as a page of Markdown. The same reports give the same text."""
+"""docs/reference/models.md: the reports of a scan as a page of Markdown. The same reports give the same
+text."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from .comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 _INTRODUCTION = """# Models
 
-Written by `make models MODELS_ARGS="--write docs/models.md"`, not by hand. transformers {version}: {tried} language model
-classes, of which {built} were built as tiny random models; {fused} of these compute their loss in the lm_head.
+Written by `make models MODELS_ARGS="--write docs/reference/models.md"`, not by hand.
+transformers {version}: {tried} language model classes, of which {built} were built as tiny random models;
+{fused} of these compute their loss in the lm_head.
 
 Every model was compared on the CPU in float32 with a copy that `liger.patch` had changed. **Equal** means: the loss
 within {loss:g} of its value, and every gradient within {gradient:g} of its largest element. Where a model amplifies

@@ -85,5 +85,5 @@ def test_a_name_that_does_not_exist():
 
     with pytest.raises(AttributeError, match=r"liger_kernel.ops has no 'x', only .*LigerRMSNormFunction"):
         liger_kernel.ops.x  # noqa: B018
-    with pytest.raises(ModuleNotFoundError, match=r"liger_kernel has no 'nothing'.*docs/compat\.md"):
+    with pytest.raises(ModuleNotFoundError, match=r"liger_kernel has no 'nothing'.*docs/guides/compat\.md"):
         import liger_kernel.nothing

@@ -12,7 +12,7 @@ from liger.compat.names import MODULES, needed_packages
 
 pytest.importorskip("transformers")
 
-DOCUMENTATION = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+DOCUMENTATION = (Path(__file__).parents[2] / "docs" / "guides" / "compat.md").read_text()
 NAMES = {
     module: names
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines()
@@ -20,7 +20,8 @@ NAMES = {
     for module, *names in [line.split()]
 }
 MESSAGE = re.compile(
-    r"liger\.compat: liger_kernel\S* has no '\w+': docs/compat\.md lists the names that are missing, with the reasons"
+    r"liger\.compat: liger_kernel\S* has no '\w+': docs/guides/compat\.md lists the names that are missing, with "
+    "the reasons"
 )
 
 

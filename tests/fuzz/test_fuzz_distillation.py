@@ -100,7 +100,7 @@ def test_distillation(device, data):
         else:
             teacher = formulas.up(teacher_logits)
         if kind == "cosine" and numbers.dtype == torch.float16 and live.any():
-            # Below that the scaled gradient of the logits overflows: docs/losses.md.
+            # Below that the scaled gradient of the logits overflows: docs/guides/losses.md.
             assume(student.detach().norm(dim=-1).min() > 2**-7)
         divisor = max(int(live.sum()), 1) if count is None else float(count)
         loss, parts = student.sum() * 0.0, {}

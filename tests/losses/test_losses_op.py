@@ -362,7 +362,7 @@ def test_copies_are_losses_of_their_own(device):
 
 
 def test_the_losses_of_the_docs(device):
-    page = Path(__file__).parents[2] / "docs" / "losses.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "losses.md"
     if not page.is_file():
         pytest.skip("not a checkout")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

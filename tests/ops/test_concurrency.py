@@ -193,7 +193,8 @@ def test_first_calls_do_not_end_the_capture_of_another_thread():
 
 
 def test_a_capture_of_one_thread_alone():
-    """What docs/cuda_graphs.md says of other threads: with this mode they may do whatever they like."""
+    """What docs/guides/cuda_graphs.md says of other threads: with this mode they may do whatever they
+    like."""
     run(
         CAPTURE
         + """

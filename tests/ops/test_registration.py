@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What must hold for every op of torch.ops.liger. A new op fails here until it is complete:
-docs/contributing.md lists its files."""
+docs/development/contributing.md lists its files."""
 
 import importlib
 import importlib.util

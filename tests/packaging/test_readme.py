@@ -180,7 +180,7 @@ def test_paths_exist(page):
 def test_environment_variables_are_documented():
     from liger.cli.info import VARIABLES
 
-    documented = (ROOT / "docs/environment.md").read_text()
+    documented = (ROOT / "docs/reference/environment.md").read_text()
     for name in VARIABLES:
         assert f"| `{name}` |" in documented
         assert f"**`{name}`**" in documented

@@ -273,7 +273,7 @@ def test_sources_of_a_release(tmp_path):
     (address,) = re.findall(r'^Repository = "(https://.+/liger-ops)"$', settings, re.M)
     assert f'Changelog = "{address}/blob/v0.2.0/CHANGELOG.md"\n' in settings
     readme = (tmp_path / "sources/README.md").read_text()
-    assert f"]({address}/blob/v0.2.0/docs/install.md)" in readme
+    assert f"]({address}/blob/v0.2.0/docs/start/install.md)" in readme
     assert f"]({address}/raw/v0.2.0/docs/images/demo.png)" in readme
     assert all(target.startswith(("https://", "#")) for target in re.findall(r"\]\(([^)]+)\)", readme))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/troubleshooting.md: each message that it quotes is one that the sources can print."""
+"""docs/start/troubleshooting.md: each message that it quotes is one that the sources can print."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "start" / "troubleshooting.md"
 # The share of the letters of a message that its source has: the others are formatted in.
 MIN_SHARE = 0.4
 ANY = "\0"

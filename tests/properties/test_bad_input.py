@@ -2,7 +2,7 @@
 """Whatever is wrong with one argument of a public callable, the error names the callable and the argument.
 
 The arguments come from the signatures and from tests/support/api/public_callables, so that a callable is
-covered by being registered there. docs/errors.md says which exception is raised when.
+covered by being registered there. docs/reference/errors.md says which exception is raised when.
 """
 
 import inspect

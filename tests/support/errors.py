@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which error a public function raises (docs/errors.md)."""
+"""Which error a public function raises (docs/reference/errors.md)."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole training steps of patched models in CUDA graphs: docs/cuda_graphs.md."""
+"""Whole training steps of patched models in CUDA graphs: docs/guides/cuda_graphs.md."""
 
 import re
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_step_in_a_graph_is_the_eager_step(family, checkpointing, recompute):
 
 def test_block_of_the_documents(monkeypatch):
     tiny_models.older_checkpointing_method(monkeypatch)
-    page = (Path(__file__).parents[2] / "docs" / "cuda_graphs.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "cuda_graphs.md").read_text()
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "graph.replay()" in b)
     batches = [torch.randint(3, tiny_models.VOCAB, (2, 64), device="cuda") for _ in range(STEPS)]
     model = tiny_models.make("llama", "cuda", torch.bfloat16, attn_implementation="sdpa")

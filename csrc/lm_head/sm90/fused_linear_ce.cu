@@ -9,9 +9,6 @@ namespace {
 using lm_head::Element16;
 
 constexpr float kMaxSmoothing = 0.5f;
-// The tanh of the epilogue has an absolute error of 1e-7, which a softcap multiplies.
-// python/liger/distributed/vocab/sm90.py has the same limit.
-constexpr float kMaxSoftcap = 1024.0f;
 
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
@@ -102,7 +99,7 @@ std::optional<LinearCePlan> plan_fused_linear_ce_sm90(const FusedLinearCe& call)
   // rounding of the exponentials would dominate it.
   const bool smoothed = (extras & ce::kSmoothing) &&
                         ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMaxSmoothing);
-  const bool unsupported = smoothed || call.options.problem.softcap > kMaxSoftcap;
+  const bool unsupported = smoothed || call.options.problem.softcap > sm90::kMaxSoftcap;
   const bool half = call.input.scalar_type() == ScalarType::Half;
   if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
   return lm_head::plan_on_device(

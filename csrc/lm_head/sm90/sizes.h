@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// Sizes for the kernels of lm_head/sm90, its planner, and the Python code that allocates its memory. Python
-// reads them through the op plan_sizes_sm90 (planner_ops.cpp).
+// Sizes and limits for the kernels of lm_head/sm90, its planner, and the Python code that allocates its
+// memory. Python reads them through the op plan_constants (planner_ops.cpp).
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,9 @@ inline constexpr int64_t kMinRows = 256;
 // The hidden size must be a multiple of kHiddenUnit: TMA fills the rest of the last k-block with zeros, and
 // epilogues write segments of 16 columns.
 inline constexpr int kHiddenUnit = 16;
+// The tanh of the epilogue has an absolute error of 1e-7, which a softcap multiplies. The generic engine
+// computes calls with a larger one.
+inline constexpr int kMaxSoftcap = 1024;
 // Columns of a tile of gemm_kernel_pingpong, which computes the logits: there is one sum per row and tile.
 inline constexpr int kPingpongColumns = 192;
 template <typename T>

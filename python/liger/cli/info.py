@@ -16,7 +16,7 @@ from .._core.runtime.build_info import build_info
 from .._core.runtime.environment import environment_flag, triton_interpreted, wgmma_engine_allowed
 from .._core.runtime.memory_budget import default_memory_budget
 
-# Variable -> its default. docs/environment.md describes them.
+# Variable -> its default. docs/reference/environment.md describes them.
 VARIABLES = {
     "LIGER_BACKEND": "auto",
     "LIGER_MEMORY_BUDGET": "512M",

@@ -59,7 +59,8 @@ class _Finder(importlib.metadata.DistributionFinder):
                 # The error has the name of the module, as the error of "from module import name" has. With
                 # the name of what is missing, that statement would replace this message by Python's.
                 raise ModuleNotFoundError(
-                    f"{_missing(module, name)}: docs/compat.md lists the names that are missing, with the reasons",
+                    f"{_missing(module, name)}: docs/guides/compat.md lists the names that are missing, with the "
+                    "reasons",
                     name=module,
                 )
             return None
@@ -103,7 +104,7 @@ def provide(module: ModuleType) -> None:
     def getattribute(attribute: str) -> Any:
         if attribute not in sources:
             raise AttributeError(
-                f"{_missing(name, attribute)}, only {', '.join(sorted(sources))} (docs/compat.md)"
+                f"{_missing(name, attribute)}, only {', '.join(sorted(sources))} (docs/guides/compat.md)"
             )
         source, _, original = sources[attribute].partition(":")
         for package in needed_packages(source, attribute):

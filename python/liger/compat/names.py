@@ -3,7 +3,7 @@
 
 A line of a table is a module below ``liger_kernel``, the module of liger.compat that defines its names, and
 the names. A name ``theirs=ours`` differs there. Names that liger_kernel 0.8.5 has and these tables have not
-are listed in docs/compat.md with the reason.
+are listed in docs/guides/compat.md with the reason.
 """
 
 from __future__ import annotations

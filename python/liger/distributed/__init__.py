@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DTensor rules for every op of ``torch.ops.liger`` (docs/distributed.md), and losses of a sharded vocabulary
-(docs/vocab_parallel.md).
+"""DTensor rules for every op of ``torch.ops.liger`` (docs/guides/distributed.md), and losses of a sharded
+vocabulary (docs/guides/vocab_parallel.md).
 
 The rules are registered when ``torch.distributed.tensor`` is imported: before that no DTensor can exist.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Post-training losses over a linear head: logits exist only a chunk of tokens at a time (docs/losses.md)."""
+"""Post-training losses over a linear head: logits exist only a chunk of tokens at a time
+(docs/guides/losses.md)."""
 
 from ._distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from ._pairs import PreferenceLoss, PreferenceMetrics

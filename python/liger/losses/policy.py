@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Losses of policy optimisation on sampled answers: GRPO with its variants, and PPO.
 
-docs/losses.md defines every term. With importance weights per token, the gradient of a token depends on that
-token alone, and a chunk is any number of tokens. With importance weights per sequence, a chunk is one
+docs/guides/losses.md defines every term. With importance weights per token, the gradient of a token depends
+on that token alone, and a chunk is any number of tokens. With importance weights per sequence, a chunk is one
 sequence or more.
 """
 

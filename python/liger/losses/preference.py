@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Losses of preference pairs: DPO, ORPO, CPO, SimPO. docs/losses.md defines every term."""
+"""Losses of preference pairs: DPO, ORPO, CPO, SimPO. docs/guides/losses.md defines every term."""
 
 from __future__ import annotations
 

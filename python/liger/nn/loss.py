@@ -120,8 +120,8 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
     Shape:
         logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which
-        replaces the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md
-        defines each.
+        replaces the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`;
+        docs/guides/cross_entropy.md defines each.
 
     Returns:
         The loss in float32 (float64 for float64 logits), () or the shape of target; with metrics a
@@ -215,7 +215,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         >>> criterion = liger.nn.FusedLinearCrossEntropyLoss(softcap=30.0)
         >>> loss = criterion(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,)))
 
-    Source: docs/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: docs/guides/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
     def __init__(

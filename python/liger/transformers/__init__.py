@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Patching of Hugging Face models: one call replaces modules by liger, another restores them
-(docs/patching.md)."""
+(docs/guides/patching.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See
-docs/trl.md."""
+docs/guides/trl.md."""
 
 import logging
 

@@ -15,7 +15,7 @@ REDUCTIONS = ["mean", "sum", "none"]
 
 
 def made_in_forward(dtype, reduction):
-    """Where docs/cross_entropy.md says that the forward makes the gradient."""
+    """Where docs/guides/cross_entropy.md says that the forward makes the gradient."""
     return reduction != "none" and dtype != torch.float16
 
 

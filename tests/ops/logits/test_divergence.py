@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""KL, generalised JSD and total variation against float64, in every backend; docs/divergence.md in code."""
+"""KL, generalised JSD and total variation against float64, in every backend; docs/guides/divergence.md in
+code."""
 
 import pytest
 import torch

@@ -56,10 +56,13 @@ def _declared(declaration):
     def call(*tensors):
         return function(**dict(zip(names, tensors, strict=True)), **required)
 
+    def shape(name, tokens):
+        if declaration.is_parameter(name):
+            return tuple(int(dim) if dim.isdigit() else HIDDEN for dim in declaration.shapes[name].dims)
+        return (tokens, HIDDEN, 5) if declaration.dims[0] == "batch" else (2, tokens, HIDDEN)
+
     def make(tokens):
-        main = (tokens, HIDDEN, 5) if declaration.dims[0] == "batch" else (2, tokens, HIDDEN)
-        shapes = ((HIDDEN,) if declaration.is_parameter(name) else main for name in names)
-        return tuple(_randn(*shape) for shape in shapes)
+        return tuple(_randn(*shape(name, tokens)) for name in names)
 
     tokens = 0 if declaration.dims[0] == "batch" else 1
     dims = tuple(None if declaration.is_parameter(name) else tokens for name in names)

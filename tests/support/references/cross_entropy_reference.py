@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in
-code."""
+"""Cross entropy as plain torch would write it, for any dtype, with every option; docs/guides/cross_entropy.md
+in code."""
 
 import torch
 from cases import check_op

@@ -178,7 +178,7 @@ SAMPLES = {
     "build_info": lambda d: [()],
     "declarations": lambda d: [()],
     "default_memory_budget": lambda d: [()],
-    "plan_sizes_sm90": lambda d: [()],
+    "plan_constants": lambda d: [()],
     "plan_split_k_sums_sm90": lambda d: [(1000, 640, 2)],
     "plan_chunks": lambda d: [
         (4096, 2048, 32000, 2, True, True),

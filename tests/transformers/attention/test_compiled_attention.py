@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compiled attention without a mask, as docs/patching.md says: by layers, and by an attention function."""
+"""Compiled attention without a mask, as docs/guides/patching.md says: by layers, and by an attention
+function."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The row rule of cross entropy in plain torch, shared by cross_entropy and fused_linear_ce
-(docs/cross_entropy.md)."""
+(docs/guides/cross_entropy.md)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -12,7 +12,7 @@ from .cross_entropy import LogProbMetrics
 
 @serialisable
 class CrossEntropyOutput(NamedTuple):
-    """The loss and the requested metrics; the others are None. docs/cross_entropy.md defines each.
+    """The loss and the requested metrics; the others are None. docs/guides/cross_entropy.md defines each.
 
     Attributes:
         loss: () or, with ``reduction="none"``, the shape of the target; float32 (float64 for float64 inputs).

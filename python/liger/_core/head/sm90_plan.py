@@ -5,17 +5,18 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime import load  # noqa: F401  registers torch.ops.liger.plan_sizes_sm90
+from ..runtime import load  # noqa: F401  registers torch.ops.liger.plan_constants
 
 # The dtypes that the engine takes.
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class EngineConstants(NamedTuple):
-    """Sizes of csrc/lm_head/sm90/sizes.h.
+    """Constants of csrc/lm_head/sm90/sizes.h and csrc/lm_head/planner.h.
 
-    ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows. A tile has
-    ``tile_rows`` rows, the tiles of a cluster have ``cluster_rows``; the logits GEMM has tiles of
+    ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows and with a
+    softcap of at most ``max_softcap``. From ``full_speed_rows`` rows on cuBLAS reaches its full speed. A tile
+    has ``tile_rows`` rows, the tiles of a cluster have ``cluster_rows``; the logits GEMM has tiles of
     ``logits_tile`` classes, each with a sum per row, and writes panels of ``panel`` classes. ``kept_numbers``
     float32 numbers of a row are kept for the backward of log-probabilities; the ranks of a sharded vocabulary
     exchange ``rank_numbers`` of a row. ``grad_*_widths``: the columns that tiles of a gradient can have.
@@ -23,6 +24,8 @@ class EngineConstants(NamedTuple):
 
     hidden_unit: int
     min_rows: int
+    max_softcap: int
+    full_speed_rows: int
     tile_rows: int
     cluster_rows: int
     logits_tile: int
@@ -35,7 +38,7 @@ class EngineConstants(NamedTuple):
 
     @classmethod
     def read(cls):
-        given = dict(field.split("=") for field in torch.ops.liger.plan_sizes_sm90())
+        given = dict(field.split("=") for field in torch.ops.liger.plan_constants())
         numbers = {name: tuple(map(int, value.split(","))) for name, value in given.items()}
         return cls(**{name: n if name.endswith("_widths") else n[0] for name, n in numbers.items()})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of the arguments of public functions and modules (docs/errors.md).
+"""Checks of the arguments of public functions and modules (docs/reference/errors.md).
 
 :func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The
 ops check shapes, dtypes and devices; so does tensors.py, for public arguments that have another name than in

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of shapes, dtypes and devices, for public arguments that have another name than in the op
-(docs/errors.md)."""
+(docs/reference/errors.md)."""
 
 from typing import NamedTuple
 

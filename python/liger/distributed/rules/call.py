@@ -85,7 +85,7 @@ class Call:
                 function = _FORMS.sub("", self.name)
                 warnings.warn(
                     f"liger: {function}: {name} has placements {tuple(tensor.placements)}, and is gathered on every "
-                    "rank in every call (docs/distributed.md#dtensors)",
+                    "rank in every call (docs/guides/distributed.md#dtensors)",
                     stacklevel=2,
                 )
         self.redistribute(self.replicated, *names)

@@ -2,7 +2,8 @@
 """The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and
 autograd.
 
-docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
+docs/guides/vocab_parallel.md says which data is exchanged and when; docs/guides/cross_entropy.md defines
+every term.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..._core.head.cross_entropy import CEOptions, Metrics
 from ..._core.head.results import fake_gradients, fake_results
+from ..._core.head.sm90_plan import ENGINE
 from ..._core.math.computed_rows import computed_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.float32_matmul import float32_product
@@ -30,8 +32,6 @@ from .rows import Rows, check_class_weights
 from .shards import VocabShards, gather, layer_to_check
 
 FUSED, PLAIN = "fused_linear_ce", "cross_entropy"
-# From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/lm_head/planner.h.
-_FULL_SPEED_ROWS = 2048
 
 _library = torch.library.Library("liger_distributed", "DEF")
 _OPTIONS = (
@@ -151,7 +151,7 @@ def _chunks(rows, chunk_rows, chunks):
     overlaps with the GEMM of the next.
     """
     in_flight, half = 1, -(-chunk_rows // 2)
-    if chunks > 1 and half >= _FULL_SPEED_ROWS:
+    if chunks > 1 and half >= ENGINE.full_speed_rows:
         chunk_rows, in_flight = half, 2
     return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], in_flight
 

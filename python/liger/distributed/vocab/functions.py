@@ -2,7 +2,8 @@
 """Cross entropy and log-probabilities of a vocabulary that is sharded over the processes of a group.
 
 Every process calls these functions with the same rows and options, and with its own shard of the classes.
-docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
+docs/guides/vocab_parallel.md says which data is exchanged and when; docs/guides/cross_entropy.md defines
+every term.
 
 The exchange of maxima, sums and target logits follows Narayanan et al., arXiv 2104.04473, section 3.2
 (Megatron-LM); the chunks follow Hsu et al., "Liger Kernel", arXiv 2410.10989; the entropy is the entropy of a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op of vocabulary-parallel log-probabilities: schemas, kernels, fakes and autograd.
 
-docs/vocab_parallel.md says which data is exchanged and when.
+docs/guides/vocab_parallel.md says which data is exchanged and when.
 """
 
 from typing import NamedTuple

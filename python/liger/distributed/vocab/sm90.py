@@ -49,9 +49,6 @@ class CompiledSteps:
         return torch.ops.liger_sm90.shard_clusters.default(input)
 
 
-# kMaxSoftcap of csrc/lm_head/sm90/fused_linear_ce.cu, which has the reason.
-_MAX_SOFTCAP = 1024.0
-
 # The class of the steps of a call.
 steps = CompiledSteps
 
@@ -100,7 +97,7 @@ def rank_classes(vocab_size, group):
 def plan_of(input, weight, bias, options, group, vocab_size, needs_grad):
     """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all
     processes."""
-    if options.label_smoothing != 0.0 or (options.softcap or 0.0) > _MAX_SOFTCAP:
+    if options.label_smoothing != 0.0 or (options.softcap or 0.0) > ENGINE.max_softcap:
         return None
     clusters = clusters_for(input, weight, bias, group)
     if clusters == 0:

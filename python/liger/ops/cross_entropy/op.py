@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
 
-docs/cross_entropy.md defines every term, and says when the forward computes the gradient.
+docs/guides/cross_entropy.md defines every term, and says when the forward computes the gradient.
 """
 
 from __future__ import annotations
@@ -272,11 +272,12 @@ def cross_entropy(
 
     Without the options that torch lacks it is
     ``torch.nn.functional.cross_entropy(logits, target, weight=ce_weight, ...)`` with the classes in the last
-    dimension. docs/cross_entropy.md defines every term.
+    dimension. docs/guides/cross_entropy.md defines every term.
 
     Args:
         logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides. A DTensor
-            whose classes a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
+            whose classes a dimension of its mesh shards is computed in shards
+            (docs/guides/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         ce_weight: (V,), a weight per class, any floating dtype.
         token_weight: (...), a factor of the loss of each row, any floating dtype.
@@ -293,8 +294,8 @@ def cross_entropy(
             ``"entropy"``, which are computed in the same pass; :class:`CrossEntropyOutput` describes each.
         group, vocab_start, vocab_size: the logits have the classes of this process alone, one shard among the
             processes of a group (None: all processes): the first of its classes, and the number of all
-            classes (docs/vocab_parallel.md#arguments). The loss has the same bits on every process. Only
-            ``"z_loss"`` and ``"logprobs"`` are then available as metrics, and inplace has no effect.
+            classes (docs/guides/vocab_parallel.md#arguments). The loss has the same bits on every process.
+            Only ``"z_loss"`` and ``"logprobs"`` are then available as metrics, and inplace has no effect.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         inplace: the gradient overwrites the logits, which saves a tensor of their size. Set it if only the
             loss uses the logits: autograd raises if it needs their old values. With a scalar reduction the

@@ -2,8 +2,8 @@
 """Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total
 variation.
 
-docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a
-weight per row and, except for "none", a sum over rows.
+docs/guides/divergence.md defines every term, and says when the forward computes the gradient. Every reduction
+is a weight per row and, except for "none", a sum over rows.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def kl_div(
 ) -> torch.Tensor:
     """``KL(teacher || student)`` or ``KL(student || teacher)`` of the distributions over the last dimension.
 
-    Computed from logits in float32 without storing a softmax. docs/divergence.md defines every term.
+    Computed from logits in float32 without storing a softmax. docs/guides/divergence.md defines every term.
 
     Args:
         student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.

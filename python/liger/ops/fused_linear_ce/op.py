@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of a linear layer's output, in chunks of rows with logits that fit a memory budget.
 
-docs/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients, so
-logits are neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
+docs/guides/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients,
+so logits are neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -255,12 +255,12 @@ def fused_linear_ce(
     """``cross_entropy(input @ weight.T + bias, target)`` without materialising all logits.
 
     Rows are processed in chunks with logits that fit a memory budget. While the logits of a chunk exist, its
-    loss and its gradients are computed. docs/cross_entropy.md defines every term.
+    loss and its gradients are computed. docs/guides/cross_entropy.md defines every term.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (V, H), the dtype of input; a DTensor whose rows a dimension of its mesh shards is computed in
-            shards (docs/distributed.md#dtensors).
+            shards (docs/guides/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), the dtype of input.
         ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, reduction,
@@ -268,9 +268,9 @@ def fused_linear_ce(
             computes the logits a second time.
         group, vocab_start, vocab_size: weight and bias have the rows of some classes, the shard of this
             process among the processes of a group (None: all processes): the first of its classes, and the
-            number of all classes (docs/vocab_parallel.md#arguments). Every process calls with the same input,
-            target and options, and gets the loss with the same bits, the complete gradient of input, and the
-            gradients of its own shards. Metrics are then ``"z_loss"`` and ``"logprobs"``. Not with
+            number of all classes (docs/guides/vocab_parallel.md#arguments). Every process calls with the same
+            input, target and options, and gets the loss with the same bits, the complete gradient of input,
+            and the gradients of its own shards. Metrics are then ``"z_loss"`` and ``"logprobs"``. Not with
             accumulate_grad_weight and lora_a.
         accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32``
             rounds it once at the end; the dtype of input needs no float32 buffer, but rounds the sum after
@@ -280,7 +280,7 @@ def fused_linear_ce(
             (``liger plan`` prints them).
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,
             without that attribute, to ``weight.grad``, in float32 and without a temporary of its size. It
-            computes the logits a second time. docs/main_grad.md has the conditions.
+            computes the logits a second time. docs/guides/main_grad.md has the conditions.
         lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the
             logits get ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype
             of input. No tensor of the size of the weight is allocated, and ignored rows are left out of all

@@ -2,7 +2,7 @@
 """Divergences between the outputs of two linear layers, in chunks of rows with logits that fit a memory
 budget.
 
-The loss can include cross entropy of the same logits. docs/divergence.md defines every term.
+The loss can include cross entropy of the same logits. docs/guides/divergence.md defines every term.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def fused_linear_logprobs(
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (V, H), the dtype of input; with ``logits_dtype=torch.float32`` also float32. A DTensor whose
-            rows a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
+            rows a dimension of its mesh shards is computed in shards (docs/guides/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), as weight.
         ignore_index: the target of ignored rows. Their log-probability and entropy are 0, without gradient.
@@ -274,7 +274,7 @@ def fused_linear_logprobs(
             makes them, also in the backward, on every backend and whatever the process allows for float32
             products (TF32). None: a backend may round them to the dtype of input. Choose float32 if the
             results are compared with log-probabilities of another program, as importance weights of policy
-            losses do. docs/logits_dtype.md has errors and costs.
+            losses do. docs/guides/logits_dtype.md has errors and costs.
         memory_budget: bytes for the logits of a chunk, or for the exponentials of all rows; None:
             ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset. Lower it if the loss runs out of memory;
             raise it to keep the exponentials of more rows.
@@ -282,8 +282,8 @@ def fused_linear_logprobs(
         temperature: positive and finite.
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or,
             without that attribute, to ``weight.grad``, in float32 and without a temporary of its size. It
-            computes the logits for this gradient again, whatever the forward keeps. docs/main_grad.md has the
-            conditions.
+            computes the logits for this gradient again, whatever the forward keeps. docs/guides/main_grad.md
+            has the conditions.
         lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the
             logits get ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype
             of input, or with logits_dtype not rounded. No tensor of the size of the weight is allocated, and
@@ -306,7 +306,7 @@ def fused_linear_logprobs(
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, a CPU target out of range; of shards, as
-            docs/vocab_parallel.md#errors says.
+            docs/guides/vocab_parallel.md#errors says.
         ValueError: options out of range or that exclude each other, a LIGER_MEMORY_BUDGET that is not a
             positive number of bytes.
 

@@ -5,7 +5,7 @@ Autograd saves x, indices, weights and the result of the first GEMM (gate and up
 the backward gathers x again, recomputes the product of gate and up, and does not need the result of the
 second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`liger.swiglu` or
 :func:`liger.geglu`.
-docs/experts.md has the memory formula.
+docs/guides/experts.md has the memory formula.
 """
 
 from __future__ import annotations

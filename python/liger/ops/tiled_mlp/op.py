@@ -322,7 +322,8 @@ def tiled_mlp(
 
     Activations of size (tokens, I) exist for one shard only, except that the forward keeps gate and up of as
     many tokens as the budget allows. The backward recomputes them for the other tokens. Every weight gets one
-    gradient, summed over shards in float32 and rounded once. docs/tiled_mlp.md says how shards are chosen.
+    gradient, summed over shards in float32 and rounded once. docs/guides/tiled_mlp.md says how shards are
+    chosen.
 
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any

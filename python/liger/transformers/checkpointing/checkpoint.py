@@ -4,7 +4,7 @@
 A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
 It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all of their
 activations. checkpointing/memory_plan.py has the arithmetic,
-docs/checkpointing.md the method.
+docs/guides/checkpointing.md the method.
 """
 
 from __future__ import annotations

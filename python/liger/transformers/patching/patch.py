@@ -86,8 +86,8 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
             fewer bytes per token without checkpointing. GEMMs are not recomputed. Set it before you turn to
             checkpointing, which also repeats the GEMMs. Default False.
         accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and of an embedding
-            tied to it, to the float32 ``main_grad`` or ``grad`` of that weight (docs/main_grad.md); default
-            False.
+            tied to it, to the float32 ``main_grad`` or ``grad`` of that weight (docs/guides/main_grad.md);
+            default False.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
