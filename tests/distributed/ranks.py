@@ -11,8 +11,8 @@ import torch.distributed as dist
 # A rank is started by torchrun, or by conftest.py in the same way; any other process only reports for its
 # ranks.
 IS_RANK = "RANK" in os.environ
-# Processes that run a test; a file that needs another number sets RANKS.
-DEFAULT_WORLD, WORLDS = 2, (2, 4)
+# Processes that run a test, LIGER_TEST_RANKS or two; a file that needs another number sets RANKS.
+DEFAULT_WORLD, WORLDS = int(os.environ.get("LIGER_TEST_RANKS", 2)), (2, 4, 8)
 WORLD = int(os.environ["WORLD_SIZE"]) if IS_RANK else DEFAULT_WORLD
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.device_count() >= WORLD
@@ -24,7 +24,7 @@ PATIENCE = datetime.timedelta(seconds=60)
 def start():
     """Joins the process group; every rank must call it."""
     if WORLD not in WORLDS:
-        raise RuntimeError(f"the distributed tests want {' or '.join(map(str, WORLDS))} ranks, got {WORLD}")
+        raise RuntimeError(f"the distributed tests want {', '.join(map(str, WORLDS))} ranks, got {WORLD}")
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     # Frameworks that offload to the CPU also reduce there.

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The check of figures whose code has changed, on a small repository of its own."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import liger_bench
+from experiments import MODULES
+from liger_bench.reports import depends, stale
+
+ROOT = Path(__file__).parents[2]
+KERNEL = '#include "softmax/softmax.cuh"\n// The row is read once.\nvoid softmax() { log("a // b"); }\n'
+HEADER = "#pragma once\nint width = 4;\n"
+PYTHON = '"""Softmax."""\n\n\ndef softmax(x):\n    """The softmax of x."""\n    return x  # a copy\n'
+
+
+class Checkout:
+    def __init__(self, folder):
+        self.folder = folder
+        self.git("init", "-q", "-b", "main")
+        self.write("csrc/softmax/softmax.cu", KERNEL)
+        self.write("csrc/softmax/softmax.cuh", HEADER)
+        self.write("python/liger/ops/softmax.py", PYTHON)
+        self.write("csrc/norm/rms_norm.cu", "void rms_norm() {}\n")
+        self.write("docs/speed.md", "[run](../benchmarks/results/run.json)\n")
+        self.measured = self.commit()
+
+    def git(self, *arguments):
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *identity, *arguments], cwd=self.folder, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def commit(self):
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "A change")
+        return self.git("rev-parse", "HEAD")
+
+    def reasons(self, **facts):
+        """{op: why it is stale} of a run of two ops at the first commit."""
+        run = {"schema": 2, "environment": {"commit": self.measured, **facts}}
+        run["rows"] = [{"op": "ceilings"}, {"op": "softmax"}, {"op": "rms_norm"}]
+        self.write("benchmarks/results/run.json", json.dumps(run))
+        found, others = stale.check(self.folder)
+        assert others == 0
+        assert all(pages == ["docs/speed.md"] for _, pages, _ in found)
+        return {figure.subject: why for figure, _, why in found}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_unchanged_code_is_current(checkout):
+    assert checkout.reasons() == {"softmax": None, "rms_norm": None}
+
+
+@pytest.mark.parametrize(
+    "name, before, after",
+    [
+        ("csrc/softmax/softmax.cu", "read once", "read a single time"),
+        ("csrc/softmax/softmax.cu", "void softmax() {", "void softmax()\n{  /* nothing */"),
+        ("python/liger/ops/softmax.py", "# a copy", "# the same"),
+        ("python/liger/ops/softmax.py", "The softmax of x", "x"),
+    ],
+)
+def test_comments_and_white_space_are_no_change(checkout, name, before, after):
+    text = (checkout.folder / name).read_text()
+    assert before in text
+    checkout.write(name, text.replace(before, after))
+    checkout.commit()
+    assert checkout.reasons()["softmax"] is None
+
+
+@pytest.mark.parametrize(
+    "name, before, after",
+    [
+        ("csrc/softmax/softmax.cu", "a // b", "a // c"),
+        ("csrc/softmax/softmax.cuh", "4", "8"),
+        ("python/liger/ops/softmax.py", "return x", "return -x"),
+    ],
+)
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_change_of_code_is_one(checkout, name, before, after, committed):
+    text = (checkout.folder / name).read_text()
+    checkout.write(name, text.replace(before, after))
+    if committed:
+        checkout.commit()
+    assert checkout.reasons() == {"softmax": f"1 files changed: {name}", "rms_norm": None}
+
+
+def test_a_header_is_followed_out_of_its_folder(checkout):
+    checkout.write("csrc/softmax/softmax.cuh", HEADER + '#include "device/vec.cuh"\n')
+    checkout.write("csrc/device/vec.cuh", "int lanes = 2;\n")
+    checkout.measured = checkout.commit()
+    checkout.write("csrc/device/vec.cuh", "int lanes = 4;\n")
+    checkout.commit()
+    assert "csrc/device/vec.cuh" in checkout.reasons()["softmax"]
+
+
+def test_moved_files_of_the_same_content_are_no_change(checkout):
+    checkout.git("mv", "csrc/softmax/softmax.cuh", "csrc/softmax/rows.cuh")
+    checkout.measured = checkout.commit()
+    checkout.git("mv", "csrc/softmax/rows.cuh", "csrc/softmax/softmax.cuh")
+    checkout.commit()
+    assert checkout.reasons()["softmax"] is None
+
+
+def test_files_that_are_new_or_gone_are_a_change(checkout):
+    checkout.git("rm", "-q", "csrc/softmax/softmax.cuh")
+    checkout.write("csrc/softmax/stats.cuh", "double sum = 0.0;\n")
+    checkout.commit()
+    why = checkout.reasons()["softmax"]
+    assert why == "2 files changed: csrc/softmax/softmax.cuh, csrc/softmax/stats.cuh"
+
+
+def test_other_commits_and_uncommitted_changes_are_stale(checkout):
+    for commit in ("0123456789", "its parent with a change", None):
+        assert checkout.reasons(commit=commit)["softmax"] == f"commit {commit} is not in this history"
+    checkout.git("checkout", "-q", "-b", "side")
+    checkout.write("notes", "")
+    side = checkout.commit()
+    checkout.git("checkout", "-q", "main")
+    assert "is not in this history" in checkout.reasons(commit=side)["softmax"]
+    assert "with changes on top" in checkout.reasons(modified=True)["softmax"]
+
+
+def test_cells_of_other_methods_do_not_depend_on_liger():
+    cells = {
+        m: {"method": m, "size": "1x8", "environment": 0} for m in ("transformers", "liger", "liger-kernel")
+    }
+    facts = {"commit": "0123456", "modified": None}
+    result = {"experiment": "E3", "environments": [facts], "cells": cells}
+    found = {figure.subject: figure.paths for figure in stale.figures("E3.json", result)}
+    assert found == {"E3 others": depends.CELLS, "E3 liger": (*depends.EXPERIMENTS["E3"][0], *depends.CELLS)}
+
+
+def test_the_report_counts_by_page():
+    figures = [stale.Figure("run.json", op, "0123456789abcdef", ()) for op in ("softmax", "rope")]
+    lines = stale.report(
+        [(figures[0], ["README.md"], "1 files changed: a"), (figures[1], ["README.md"], None)], 3
+    )
+    assert "| run.json | softmax | 012345678 | 1 files changed: a | README.md |" in lines
+    assert "1 of 2 figures are stale. By page: README.md 1." in lines
+
+
+def test_every_benchmark_has_its_files_and_every_name_a_file():
+    assert set(depends.OPS) == set(liger_bench.OPS)
+    assert set(depends.EXPERIMENTS) == set(MODULES)
+    tables = [*depends.OPS.values(), *depends.MODELS.values(), depends.VOCABULARY, depends.SHARDED_MLP]
+    tables += [paths for pair in depends.EXPERIMENTS.values() for paths in pair]
+    files = stale.Repository(ROOT).files
+    unknown = {name for table in tables for name in table if not any(file.startswith(name) for file in files)}
+    assert not unknown
+
+
+def test_every_kernel_belongs_to_a_benchmark():
+    repository = stale.Repository(ROOT)
+    tables = [*depends.OPS.values(), depends.VOCABULARY]
+    known = set().union(*map(repository.closure, tables))
+    kernels = [f for f in repository.files if f.startswith("csrc/") and f.endswith((".cu", ".cuh"))]
+    kernels += [f for f in repository.files if f.startswith("triton_kernels/") and f.endswith(".py")]
+    left = {f for f in kernels if f not in known and not f.startswith("csrc/host/")}
+    # rescale multiplies gradients by an upstream gradient that is not 1, which no benchmark has.
+    assert left <= {
+        "csrc/rescale/rescale.cu",
+        "csrc/rescale/rescale.cuh",
+        "triton_kernels/rescale.py",
+        "triton_kernels/__init__.py",
+    }
