@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 import liger
-from liger.transformers.checkpointing import checkpoint as planning
 from liger.transformers.checkpointing import decoder_layers
+from liger.transformers.checkpointing import planner as planning
 from liger.transformers.checkpointing.memory_plan import Saving, State, path
 from liger_bench.devices.processes import elsewhere
 from liger_bench.environment import environment
