@@ -134,8 +134,8 @@ class MemoryPlan:
         self._count()
 
     def _count(self):
-        # By level: bytes of layers that keep everything, and of attention in other layers on the device and in
-        # host memory.
+        # By level: bytes of layers that keep everything; of attention in other layers on the device, and in host
+        # memory.
         self.costs = []
         for states in self.states:
             rows = list(zip(states, *self.layers, strict=True))
