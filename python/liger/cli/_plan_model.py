@@ -21,11 +21,16 @@ def run(name, dtype, tokens, as_json, head_peak):
     of the lm_head and its loss."""
     try:
         _refuse_unknown(name)
-        from ..transformers.checkpointing.saved_bytes import saved_in_layers, uncounted_layers
+        from ..transformers.checkpointing.saved_bytes import (
+            recomputed_layers,
+            saved_in_layers,
+            uncounted_layers,
+        )
 
         model = _model(name)
         with quiet_patching():
             rows = saved_in_layers(liger.patch(model, verbose=False), dtype)
+        layer_bytes = recomputed_layers(model, dtype)
         others = uncounted_layers(model)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
@@ -37,6 +42,8 @@ def run(name, dtype, tokens, as_json, head_peak):
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
     step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
+    if step:
+        step["checkpointed"] = _checkpointed(step, layer_bytes, tokens)
     if as_json:
         result = step | {
             "rows": [vars(row) for row in rows],
@@ -59,7 +66,8 @@ def run(name, dtype, tokens, as_json, head_peak):
         print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
     if step:
         print(f"\n{_step_table(step, tokens, plain * tokens, recompute * tokens)}")
-        print("\nBeyond that: adapters, one layer's temporaries, CUDA's context, the allocator's fragments.")
+        print(f"\n{_checkpointed_table(step['checkpointed'])}")
+        print("\nBeyond that: adapters, a layer's other temporaries, CUDA's context, the allocator's fragments.")
     return 0
 
 
@@ -88,6 +96,41 @@ def _step_table(step, tokens, *activations):
     ]
     lines = [(name, *map(human_bytes, counts)) for name, *counts in rows]
     return table(lines, header=(f"a step of {tokens:,} tokens", "liger.patch", "recompute=True"))
+
+
+def _checkpointed(step, layers, tokens):
+    """By what liger.transformers.checkpoint lets layers keep: bytes of a step on the device, and on the
+    host."""
+    weights, head = step["weights"], step["head_peak"]
+    # The gradient of the head's weight exists from its loss on, the gradients of the layers come one by one.
+    of_head = 3 * weights - step["gradients_and_moments"]
+    layer, result = layers.layer * tokens, {}
+    whole = layers.inputs + layers.attention
+    waiting = {"full": (layers.inputs, 0), "attention kept": (whole, 0)}
+    waiting["offload=True"] = (layers.passing, whole - layers.passing) if whole > layers.passing else (whole, 0)
+    for name, (on_device, on_host) in waiting.items():
+        kept = on_device * tokens
+        ends = kept + max(head, of_head + layer), weights + layer
+        result[name] = {
+            "activations": kept,
+            "layer": layer,
+            "frozen": weights + kept + max(head, layer),
+            "trained": 3 * weights + max(ends),
+            "host": on_host * tokens,
+        }
+    return result
+
+
+def _checkpointed_table(found):
+    words = {
+        "activations": "inputs of layers, attention",
+        "layer": "a layer at work",
+        "frozen": "peak with frozen weights (LoRA)",
+        "trained": "peak with gradients and AdamW's moments",
+        "host": "in host memory",
+    }
+    lines = [(text, *(human_bytes(c[name]) for c in found.values())) for name, text in words.items()]
+    return table(lines, header=("layers recomputed (liger.transformers.checkpoint)", *found))
 
 
 def _is_cached(name):

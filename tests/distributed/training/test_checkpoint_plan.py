@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger
 import liger.transformers as lt
-from liger.transformers.checkpointing import checkpoint as planning
 from liger.transformers.checkpointing import memory_plan
+from liger.transformers.checkpointing import planner as planning
 from liger.transformers.checkpointing.checkpoint import planners
 
 pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
@@ -152,3 +152,12 @@ def test_a_group_of_one_rank(capsys):
     for _ in range(3 + 3 * ranks.RANK):
         step(model)
     assert kept(model) == MOST, capsys.readouterr().err
+
+
+def test_ranks_with_different_layers():
+    """Stages of a pipeline, for example: a group of all ranks has no common plan."""
+    model = lt.checkpoint(make(num_hidden_layers=LAYERS + ranks.RANK), PLENTY)
+    with pytest.raises(
+        ValueError, match=f"the ranks plan between {LAYERS} and {LAYERS + ranks.WORLD - 1} layers"
+    ):
+        step(model)

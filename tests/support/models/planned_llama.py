@@ -7,8 +7,8 @@ import pytest
 import tiny_models
 
 import liger.transformers as lt
-from liger.transformers.checkpointing import checkpoint as planning
 from liger.transformers.checkpointing import decoder_layers, memory_plan
+from liger.transformers.checkpointing import planner as planning
 from liger.transformers.checkpointing.checkpoint import planners
 
 LAYERS = 4

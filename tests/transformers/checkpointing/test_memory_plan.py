@@ -224,3 +224,20 @@ def test_probe_counts_each_saved_storage_once():
     x.grad, layer.weight.grad = None, None
     call(x).sum().backward()
     assert all(map(torch.equal, grads, (x.grad, layer.weight.grad)))
+
+
+def test_attention_that_leaves_the_device():
+    """Two layers' are on the device at a time; the bytes that stay count for every layer."""
+    plan = MemoryPlan([100] * 4, [10], True, [10] * 4, [8] * 4)
+    plan.arrange(path([Saving(100, 5.0, 10, 1.0, 8)] * 4))
+    assert [state for _, state in plan.upgrades[:4]] == [State.ATTENTION] * 4
+    assert [plan.cost(level) for level in range(7)] == [0, 10, 20, 22, 24, 122, 220]
+    assert [plan.host_cost(level, 1.5) for level in range(7)] == [0, 0, 0, 12, 24, 12, 0]
+    plan.record(False, 0, 1000, [20])
+    assert plan.cost(4) == 48 and plan.host_cost(4) == 32
+    room = 1000 + 45
+    assert plan.max_kept(False, [20], room, 4) == 3
+    assert plan.max_kept(False, [20], room, 4, lambda level: 16 * max(level - 2, 0)) == 2
+    # Cheap attention comes first if it leaves, else whole layers.
+    assert path([Saving(100, 5.0, 10, 0.5)])[0] == (0, State.EVERYTHING)
+    assert path([Saving(100, 5.0, 10, 0.5, 8)])[0] == (0, State.ATTENTION)

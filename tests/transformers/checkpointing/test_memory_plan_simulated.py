@@ -10,7 +10,7 @@ import tiny_models
 from planned_llama import whole_layers
 
 import liger.transformers as lt
-from liger.transformers.checkpointing import checkpoint, device_memory
+from liger.transformers.checkpointing import device_memory, planner
 from liger.transformers.checkpointing.activation_bytes import Probe
 from liger.transformers.checkpointing.checkpoint import planners
 
@@ -51,7 +51,7 @@ def simulated(monkeypatch):
     def make(costs=100, **attributes):
         device = Device()
         monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: device)
-        monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
+        monkeypatch.setattr(planner, "Probe", FixedProbe)
         monkeypatch.setattr(FixedProbe, "cost", costs)
         for name, value in attributes.items():
             setattr(device, name, value)
@@ -89,7 +89,7 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
         monkeypatch.setattr(device_memory, "MIN_HEADROOM", 0.0)
         monkeypatch.setattr(device_memory, "CountedMemory", self.meter)
-        monkeypatch.setattr(checkpoint, "Probe", FixedProbe)
+        monkeypatch.setattr(planner, "Probe", FixedProbe)
 
     @staticmethod
     def meter(memory, model):

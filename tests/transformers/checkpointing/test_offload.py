@@ -295,7 +295,7 @@ def test_a_tensor_that_stays():
     handle = offload.Kept(x)
     assert handle.get().data_ptr() == x.data_ptr() and handle.get().is_leaf
     x.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place after the layer had read it: it has version 1"):
+    with pytest.raises(RuntimeError, match="at version 1; expected version 0"):
         handle.get()
     # Outside a layer, and while it is off, a store keeps what it gets.
     for store in (offload.HostStore(True), offload.HostStore(None)):
@@ -314,7 +314,7 @@ def test_an_input_that_is_changed_in_place():
 
     model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model.model.layers[2].register_forward_pre_hook(lambda *_: change(seen.pop()))
-    with pytest.raises(RuntimeError, match="an input of a recomputed layer was changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(**tiny_models.batch())
 
 
@@ -462,15 +462,15 @@ def test_the_end_restores_the_model():
 
 
 class Meter:
-    """A device on which a step with full checkpointing has run out of memory when ``ooms`` says so."""
+    """A device whose memory a test sets: 1000 bytes at the start of a step, 2000 at its peak."""
 
-    exact, limit, ooms = False, 10**9, 0
+    exact, limit, allocated, retries, ooms = False, 10**9, 1000, 0, 0
 
     def __init__(self, *_):
         pass
 
     def read(self):
-        return 1000, 0, self.ooms
+        return self.allocated, self.retries, self.ooms
 
     def start(self):
         pass
@@ -481,8 +481,17 @@ class Meter:
         return 2000
 
 
+REASONS = {
+    "out of memory": ({"ooms": 1}, "a step ran out of memory"),
+    "retries": ({"retries": 1}, "a step needed memory of the allocator's cache"),
+    "peak": ({"limit": 1999}, "a step of 22 tokens does not fit with full checkpointing"),
+    "start": ({"allocated": 10**9}, "a step of 22 tokens does not fit with full checkpointing"),
+}
+
+
 @pytest.mark.parametrize("choice", [None, False])
-def test_out_of_memory_turns_it_on(choice, monkeypatch, capsys):
+@pytest.mark.parametrize("reason", REASONS)
+def test_auto_turns_it_on_when_it_must(reason, choice, monkeypatch, capsys):
     """Under memory="auto", and without a choice of the user."""
     meter = Meter()
     monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
@@ -492,12 +501,40 @@ def test_out_of_memory_turns_it_on(choice, monkeypatch, capsys):
         lt.checkpoint(model, "auto", offload=choice)
     (planner,) = planners(model)
     allow(planner, 0)
-    for number in range(4):
-        meter.ooms = int(number > 1)
+    changes, words = REASONS[reason]
+    for number in range(6):
+        if number == 3:
+            assert not planner.store.is_on and not planner.store.moved
+            vars(meter).update(changes)
         assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, expected)))
     assert (planner.store.moved > 0) == planner.store.is_on == (choice is None)
     printed = capsys.readouterr().err
-    assert ("a step ran out of memory: inputs of layers are offloaded" in printed) == (choice is None)
+    assert (f"{words}: inputs of layers are offloaded from now on" in printed) == (choice is None)
+
+
+def test_a_longer_step_turns_it_on_before_it_runs(monkeypatch):
+    meter = Meter()
+    monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
+    model = llama(attn_implementation="sdpa")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        lt.checkpoint(model, "auto")
+    meter.limit = 2200
+    (planner,) = planners(model)
+    for tokens, is_on in ((11, False), (11, False), (12, False), (24, True), (11, True)):
+        tiny_models.step(model, **tiny_models.batch(tokens=tokens))
+        assert planner.store.is_on == (planner.store.moved > 0) == is_on
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_a_memory_that_is_too_small_for_any_plan(choice, capsys):
+    model = llama()
+    lt.checkpoint(model, 1000, offload=choice)
+    for _ in range(3):
+        tiny_models.step(model, **tiny_models.batch())
+    words = "of 0.00 MiB; the memory is too small for full checkpointing"
+    words += "" if choice else ", offload=True needs less"
+    assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

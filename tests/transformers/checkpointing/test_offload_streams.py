@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 from liger.transformers.checkpointing import offload
 from liger.transformers.checkpointing.host_pool import HostPool
+from liger.transformers.checkpointing.kept_attention import _Kept
 from liger.transformers.checkpointing.offload import HostStore
 
 LAYERS, NUMBERS = 6, 2048
@@ -107,6 +108,7 @@ class Training:
         self.chance, self.streams, self.wrong = chance, Streams(ignored), []
         self.streams.shuffle(chance)
         self.task, self.per_layer = 0, per_layer
+        monkeypatch.setattr(offload, "WORTH_MOVING", 1)
         monkeypatch.setattr(offload, "_streams", lambda device: self.streams)
         monkeypatch.setattr(offload, "_task", lambda: self.task)
         self.store = HostStore(limit)
@@ -186,7 +188,26 @@ def another_stream(training):
     training.backward(training.forward(1))
 
 
-PROGRAMS = [another_stream, steps, two_forwards, retained, parts_of_graphs]
+def kept_attention(training):
+    """A recomputation reads a kept tensor, and the backward of its kernel reads it again at once or later."""
+    for value in range(3):
+        graph = training.forward(value)
+        training.task += 1
+        for layer in reversed(range(LAYERS)):
+            (first, *expected), (second, again) = graph[layer]
+            training.read(first.get(), *expected)
+            kept = _Kept(second)
+            training.read(kept.for_recomputation(), again)
+            x = training.streams.new()
+            training.streams.write(x, value)
+            training.read(kept.for_backward(), again)
+            if value == 1:
+                training.read(kept.for_backward(), again)
+            graph[layer].clear()
+            del x, first, second, kept
+
+
+PROGRAMS = [another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs]
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**16], ids=["", "little host memory"])

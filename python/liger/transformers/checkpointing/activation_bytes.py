@@ -2,11 +2,12 @@
 """The bytes that one decoder layer saves for its backward."""
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..recipe import recomputed
-from . import kept_attention
+from .attention_calls import observed
+from .device_memory import plain_tensors
+from .kept_attention import Counter
 
 
 class Probe:
@@ -29,7 +30,7 @@ class Probe:
 
     def __init__(self, layer):
         self.layer, self.bytes, self.tokens = layer, 0, 0
-        self.attention = kept_attention.Counter()
+        self.attention = Counter()
 
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
@@ -63,7 +64,7 @@ class Probe:
         hidden = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         self.tokens += hidden.numel() // max(hidden.shape[-1], 1)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        with hooks, recomputed.counting(pack), kept_attention.observed(self.attention):
+        with hooks, recomputed.counting(pack), observed(self.attention):
             output = function(*args, **kwargs)
         self.bytes += sum(storage.nbytes() for storage in storages.values())
         return output
@@ -87,17 +88,6 @@ class HostCopy:
     def restored(self):
         x = torch.empty_strided(self.data.shape, self.stride, dtype=self.data.dtype, device=self.device)
         return x.copy_(self.data).expand(self.shape)
-
-
-def plain_tensors(x):
-    """The tensors that a tensor consists of: itself, or those inside a DTensor or another wrapper."""
-    if not isinstance(x, torch.Tensor):
-        return
-    if is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(x, name))
-    else:
-        yield x
 
 
 def _address(tensor):

@@ -33,6 +33,15 @@ class Agreement:
         """The smallest value of each number on any rank."""
         return self._reduce(numbers, dist.ReduceOp.MIN) if _initialised() else list(numbers)
 
+    def check_same(self, layers):
+        """Raises ValueError on every rank if the numbers of planned layers differ."""
+        fewest, most = self.largest([-layers, layers])
+        if -fewest != most:
+            raise ValueError(
+                f"liger.transformers.checkpoint: the ranks plan between {-fewest} and {most} layers; give the ranks "
+                "that run the same layers a process group of their own, as group="
+            )
+
     def _reduce(self, numbers, operation):
         if not self.joined:
             self._join()

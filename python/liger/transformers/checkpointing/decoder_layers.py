@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
-from .kept_attention import KeptAttention, intercept, refusal_of
+from .attention_calls import intercept
+from .kept_attention import KeptAttention, refusal_of
 from .memory_plan import State
 from .offload import Offloaded
 
@@ -82,6 +83,8 @@ class Switches:
     def __init__(self, model, layers, store):
         self.layers, self.store, self._states = layers, store, None
         self._nothing = (State.NOTHING,) * len(layers)
+        # Of each layer, whether attention that it keeps leaves the device.
+        self.leaving = [False] * len(layers)
         # What the model had asked for in words, where a plan does something else.
         self.replaced = ""
         own = {id(layer) for layer in layers}
@@ -120,7 +123,7 @@ class Switches:
             if state != State.EVERYTHING:
                 function = _checkpointing_of(layer)
             if state == State.ATTENTION:
-                function = KeptAttention(function)
+                function = KeptAttention(function, self.store if self.leaving[number] else None)
             if function is not keep and self.store.is_on:
                 # The backward asks for the inputs of the last of these layers at once.
                 function = Offloaded(self.store, function, stays=number == last)

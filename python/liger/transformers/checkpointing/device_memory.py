@@ -7,8 +7,8 @@ import weakref
 from typing import ClassVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .activation_bytes import plain_tensors
 from .gradient_release import is_released
 
 # Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching
@@ -131,6 +131,17 @@ class CountedMemory:
 def _local_bytes(tensor):
     """Bytes of a tensor on this rank; 0 for None."""
     return sum(t.nbytes for t in plain_tensors(tensor))
+
+
+def plain_tensors(x):
+    """The tensors that a tensor consists of: itself, or those inside a DTensor or another wrapper."""
+    if not isinstance(x, torch.Tensor):
+        return
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(x, name))
+    else:
+        yield x
 
 
 def size_text(count):

@@ -4,86 +4,24 @@
 Attention is the one part of a layer whose cost grows with the length, and what its backward needs beyond its
 inputs is small: the output and the logarithms of the sums. A layer in this state runs under torch's
 non-reentrant checkpoint, and its attention kernel saves through hooks of its own. A tensor in the memory of
-an input goes on to the hooks of the checkpoint, which recompute it; all others are kept. In the recomputation
-the same call hands its inputs to the checkpoint and returns the kept output, and the kernel does not run. The
-autograd node is the kernel's own, so every kernel keeps its own bits, layouts, masks and dropout.
-
-A layer calls attention through the interface of transformers, a table of functions by name. Each function
-there that a planned model uses is replaced, once in a process, by one that asks whether such a layer is
-running in this thread. SDPA is intercepted where transformers calls it, after keys and values were repeated.
+an input goes on to the hooks of the checkpoint, which recompute it; all others are kept in a store. In the
+recomputation the same call hands its inputs to the checkpoint and returns the kept output, and the kernel
+does not run. The autograd node is the kernel's own, so every kernel keeps its own bits, layouts, masks and
+dropout.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-import threading
 import weakref
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..recipe import trials
-from ..recipe.recomputed import _check
-from ..recipe.rename import rename_global, uses_global
-
-_MATH, _EFFICIENT, _CUDNN = 0, 2, 3  # torch.nn.attention.SDPBackend
-# Older versions convert a boolean mask for cuDNN's kernel in another way than for the others.
-_CONVERTS_ALIKE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-_TABLE = "ALL_ATTENTION_FUNCTIONS"
-
-
-class _Local(threading.local):
-    # What the attention calls of the running layer report to; None outside of such layers.
-    observer: Any = None
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def observed(observer):
-    """Inside, each attention call of this thread goes to ``observer.attend(call)``."""
-    before, _local.observer = _local.observer, observer
-    try:
-        yield
-    finally:
-        _local.observer = before
-
-
-# --- where kept tensors are -------------------------------------------------------------------------------
-
-
-class OnDevice:
-    """A store that keeps the tensors where they are.
-
-    A store has ``put(tensor)``, which returns a handle. ``handle.get()`` returns the tensor with its strides.
-    It may be called again in a later backward of the same graph. The tensor may be freed with its handle.
-    """
-
-    class Handle:
-        """A tensor, which nobody may write until it is read."""
-
-        def __init__(self, tensor):
-            self.tensor, self.version = tensor, tensor._version
-
-        def get(self):
-            """The tensor.
-
-            Raises:
-                RuntimeError: it has been written since.
-            """
-            _check(self.tensor, self.version)
-            return self.tensor
-
-    def put(self, tensor):
-        """Keeps a tensor, and returns its handle."""
-        return self.Handle(tensor)
+from .attention_calls import observed
+from .offload import OnDevice, can_move
 
 
 class _Kept:
@@ -103,103 +41,6 @@ class _Kept:
         return self.handle.get() if tensor is None else tensor
 
 
-# --- calls of attention -----------------------------------------------------------------------------------
-
-
-class _SDPA:
-    """A call of torch's scaled_dot_product_attention."""
-
-    def __init__(self, query, key, value, mask, dropout, is_causal, scale, enable_gqa):
-        self.tensors = [query, key, value, mask]
-        self.dropout, self.is_causal, self.scale, self.enable_gqa = dropout, is_causal, scale, enable_gqa
-        self.kernel, self._inputs = None, None
-
-    def plain(self):
-        return self.run(self.tensors)
-
-    def run(self, tensors):
-        return scaled_dot_product_attention(
-            *tensors, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
-
-    def inputs(self):
-        """The tensors of the kernel.
-
-        SDPA would convert and pad a mask into a tensor that the node saves. Here the recomputation does so
-        again.
-        """
-        if self._inputs is None:
-            *others, mask = self.tensors
-            if mask is not None and mask.dtype is torch.bool:
-                mask = torch.zeros_like(mask, dtype=others[0].dtype).masked_fill_(~mask, -torch.inf)
-            if mask is not None and self.kernel == _EFFICIENT:
-                mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
-            self._inputs = [*others, mask]
-        return self._inputs
-
-    def refusal(self):
-        """The reason why the kernel's output cannot be kept, or None; sets ``kernel``, which SDPA takes."""
-        if any(t is not None and type(t) is not torch.Tensor for t in self.tensors):
-            return "its tensors are of another class than torch.Tensor"
-        self.kernel = self._chosen(self.tensors)
-        if self.kernel == _MATH:
-            return "SDPA takes its math kernel, which saves all weights of attention"
-        mask = self.tensors[3]
-        if mask is None:
-            return None
-        if mask.dtype is torch.bool and self.kernel == _CUDNN and not _CONVERTS_ALIKE:
-            return "this torch converts a boolean mask for cuDNN in its own way"
-        if self._chosen(self.inputs()) != self.kernel:
-            return "SDPA takes another kernel for a converted mask"
-        return None
-
-    def _chosen(self, tensors):
-        return torch._fused_sdp_choice(
-            *tensors, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
-
-    @property
-    def flops(self):
-        """Of the forward."""
-        query, key, value, _ = self.tensors
-        rows = query.numel() // query.shape[-1]
-        product = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        return product // 2 if self.is_causal else product
-
-
-class _Function:
-    """A call of another function of the interface, which takes the arguments of transformers."""
-
-    kernel = None
-
-    def __init__(self, function, args, kwargs):
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.dropout = kwargs.get("dropout") or 0.0
-
-    def plain(self):
-        return self.function(*self.args, **self.kwargs)
-
-    def run(self, tensors):
-        return self.plain()
-
-    def inputs(self):
-        """All tensors of the call, and the parameters of the module, such as sinks."""
-        module = self.args[0]
-        own = (*module._parameters.values(), *module._buffers.values())
-        leaves = tree_leaves((self.args[1:], self.kwargs))
-        return [t for t in (*leaves, *own) if isinstance(t, torch.Tensor)]
-
-    def refusal(self):
-        if any(type(t) is not torch.Tensor for t in self.args[1:4]):
-            return "its tensors are of another class than torch.Tensor"
-        return None
-
-    @property
-    def flops(self):
-        query, key = self.args[1:3]
-        return 2 * query.numel() * key.shape[-2]
-
-
 # --- layers -----------------------------------------------------------------------------------------------
 
 
@@ -208,7 +49,7 @@ class KeptAttention:
 
     Args:
         recompute: torch's non-reentrant checkpoint, which gets the layer and its arguments.
-        store: where the kept tensors are, an object like :class:`OnDevice`.
+        store: where the kept tensors are, :class:`OnDevice` or a :class:`HostStore`.
     """
 
     is_planned = True
@@ -312,12 +153,12 @@ def _recorded(call, store):
         if not isinstance(leaf, torch.Tensor):
             record.outputs.append((leaf, None, False))
             continue
-        # The node has the only reference, so that its backward frees the tensor.
-        kept, base = memory.get(_address(leaf), (None, None))
-        if kept is None or leaf.dtype != base[0]:
-            kept, view = _Kept(store.put(leaf.detach())), _whole(leaf)
+        kept, saved = memory.get(_address(leaf), (None, None))
+        if kept is None or not _is_inside(leaf, saved):
+            kept, view = _Kept(store.put(leaf)), _view(leaf, leaf.storage_offset())
         else:
-            kept, view = weakref.ref(kept), _view(leaf, base[1])
+            # The node has the only reference, so that its backward frees the tensor.
+            kept, view = weakref.ref(kept), _view(leaf, saved.storage_offset())
         record.outputs.append((kept, view, leaf.requires_grad))
     if call.dropout:
         record.generator = _generator(inputs[0].device)
@@ -338,7 +179,7 @@ class _Hooks:
             self._record.given.append((number, _view(tensor, given.storage_offset())))
             return self._pack(tensor)
         kept = _Kept(self._store.put(tensor))
-        self._memory[_address(tensor)] = kept, (tensor.dtype, tensor.storage_offset())
+        self._memory[_address(tensor)] = kept, tensor.detach()
         return kept
 
     def unpack(self, packed):
@@ -358,8 +199,15 @@ def _view(tensor, offset):
     return tensor.size(), tensor.stride(), tensor.storage_offset() - offset
 
 
-def _whole(tensor):
-    return _view(tensor, tensor.storage_offset())
+def _is_inside(tensor, other):
+    """True if the elements of a tensor are in the part of the same memory that another one spans."""
+    starts, ends = zip(*map(_span, (tensor, other)), strict=True)
+    return tensor.dtype == other.dtype and starts[0] >= starts[1] and ends[0] <= ends[1]
+
+
+def _span(tensor):
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return tensor.storage_offset(), tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
 
 
 def _viewed(tensor, view):
@@ -407,12 +255,13 @@ class Counter:
 
     Attributes:
         bytes: of kept tensors. Each storage counts once per call.
+        movable: bytes that a :class:`HostStore` would move.
         flops: of all calls.
         refusal: the reason why a call keeps nothing, or None.
     """
 
     def __init__(self):
-        self.bytes = self.flops = 0
+        self.bytes = self.movable = self.flops = 0
         self.refusal: str | None = "its attention is not called through transformers' attention interface"
 
     def attend(self, call):
@@ -425,84 +274,15 @@ class Counter:
 
         def pack(tensor):
             if tensor.numel() and _address(tensor) not in outside:
-                kept[_address(tensor)] = tensor.untyped_storage()
+                kept[_address(tensor)] = tensor.detach()
             return pack_around(tensor)
 
         with saved_tensors_hooks(pack, unpack_around):
             output = call.run(inputs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                kept[_address(leaf)] = leaf.untyped_storage()
-        self.bytes += sum(storage.nbytes() for storage in kept.values())
+                kept.setdefault(_address(leaf), leaf.detach())
+        self.bytes += sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        self.movable += sum(tensor.nbytes for tensor in kept.values() if can_move(tensor))
         self.flops += call.flops
         return output
-
-
-# --- the interface of transformers ------------------------------------------------------------------------
-
-
-def intercept(layer):
-    """Replaces the functions of transformers' interface that the attention of a layer calls."""
-    for module in layer.modules():
-        table = getattr(sys.modules.get(trials.original(module).__module__), _TABLE, None)
-        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if table is None or name is None or name not in table:
-            continue
-        function = table[name]
-        if not hasattr(function, "_liger_original"):
-            replaced = _intercepting(function)
-            if name in getattr(table, "_local_mapping", {}):
-                table[name] = replaced
-            else:
-                type(table).register(name, replaced)
-
-
-def _intercepting(function):
-    inside = _with_sdpa(function)
-
-    @functools.wraps(function)
-    def attention(*args, **kwargs):
-        if torch.compiler.is_compiling() or _local.observer is None:
-            return function(*args, **kwargs)
-        if inside is not None:
-            return inside(*args, **kwargs)
-        observer = _local.observer
-        with observed(None):
-            return observer.attend(_Function(function, args, kwargs))
-
-    attention._liger_original = function
-    return attention
-
-
-class _Torch:
-    """The module torch with another ``nn.functional.scaled_dot_product_attention``."""
-
-    def __init__(self, module, **replaced):
-        self._module = module
-        vars(self).update(replaced)
-
-    def __getattr__(self, name):
-        return getattr(self._module, name)
-
-
-def _observed_sdpa(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    call = _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return call.plain() if _local.observer is None else _local.observer.attend(call)
-
-
-_functional = _Torch(torch.nn.functional, scaled_dot_product_attention=_observed_sdpa)
-_torch = _Torch(torch, nn=_Torch(torch.nn, functional=_functional))
-_NAME = "_liger_observed_torch"
-
-
-def _with_sdpa(function):
-    """A copy of transformers' function for SDPA that reports its call of SDPA; None for other functions."""
-    if not str(getattr(function, "__module__", "")).endswith("sdpa_attention"):
-        return None
-    found = uses_global(function, "torch")
-    if found is None or found["torch"] is not torch:
-        return None
-    found[_NAME] = _torch
-    return rename_global(function, "torch", _NAME)

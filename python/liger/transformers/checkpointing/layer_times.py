@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from . import kept_attention
+from .attention_calls import observed
 
 # The FLOPs of attention per second, as a share of the FLOPs of GEMMs per second.
 _RATE_OF_ATTENTION = 0.5
+# Bytes per microsecond of a copy to the host: a PCIe 5 link makes 53 thousand.
+_COPIED = 5e4
 
 
 class LayerTimer:
@@ -38,7 +40,7 @@ class LayerTimer:
             start, end = self.layer = _events()
             start.record()
             try:
-                with kept_attention.observed(self):
+                with observed(self):
                     return function(*args, **kwargs)
             finally:
                 end.record()
@@ -60,6 +62,11 @@ class LayerTimer:
             return None
         self.layer[1].synchronize()
         return _elapsed(self.layer), sum(map(_elapsed, self.attention))
+
+
+def hides_copies(microseconds, size):
+    """True if the copies of so many bytes take no longer than the forward of a layer."""
+    return size <= microseconds * _COPIED
 
 
 def _events():

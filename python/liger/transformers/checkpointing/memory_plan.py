@@ -31,6 +31,10 @@ UNCONFIRMED = 1.25
 # layers were faster by 0.9 %.
 _ATTENTION_FIRST = 1.5
 
+# Layers whose offloaded attention is on the device at a time: in the forward a layer and the one before,
+# whose copies are under way; in the backward a layer and the one before.
+_PASSING = 2
+
 # Attention whose counted bytes differ by less than this share of a layer says nothing about its counts.
 _MIN_DIFFERENCE = 0.25
 
@@ -52,20 +56,22 @@ class Saving:
         time: of the recomputation.
         attention_bytes: of what attention saves beyond its inputs; 0 where it cannot be kept alone.
         attention_time: of its forward.
+        leaving: the part of attention_bytes that waits for the backward in host memory.
     """
 
     bytes: int
     time: float
     attention_bytes: int = 0
     attention_time: float = 0.0
+    leaving: int = 0
 
 
 def path(savings, fixed=0):
     """The upgrades that a growing plan makes, one layer at a time: (number of the layer, its new state).
 
-    Attention comes first in each layer in which it spares much more time per byte than the whole layer:
-    attention with the most time per byte, then whole layers from the end. The backward frees the last layers
-    first.
+    Attention comes first in each layer in which it spares much more time per byte of the device than the
+    whole layer: attention with the most time per byte, then whole layers from the end. The backward frees the
+    last layers first.
 
     Args:
         savings: a :class:`Saving` per layer.
@@ -80,7 +86,8 @@ def path(savings, fixed=0):
 def _attention_first(saving):
     if not 0 < saving.attention_bytes < saving.bytes:
         return False
-    return saving.attention_time * saving.bytes >= _ATTENTION_FIRST * saving.time * saving.attention_bytes
+    stays = saving.attention_bytes - saving.leaving
+    return saving.attention_time * saving.bytes >= _ATTENTION_FIRST * saving.time * stays
 
 
 class MemoryPlan:
@@ -91,10 +98,12 @@ class MemoryPlan:
         load: the load of the step in which they were counted.
         exact: whether the counts need no confirmation.
         attention: bytes of the attention of each layer alone.
+        leaving: the part of them that leaves the device.
     """
 
-    def __init__(self, costs, load, exact=False, attention=None):
-        self.layers = list(costs), [0] * len(costs) if attention is None else list(attention)
+    def __init__(self, costs, load, exact=False, attention=None, leaving=None):
+        nothing = [0] * len(costs)
+        self.layers = list(costs), list(attention or nothing), list(leaving or nothing)
         self.load = tuple(load)
         self.factor = 1.0 if exact else UNCONFIRMED
         # The same for attention: its tensors are known, so its counts need no confirmation.
@@ -125,28 +134,32 @@ class MemoryPlan:
         self._count()
 
     def _count(self):
-        whole, attention = self.layers
-        # By level: bytes of layers that keep everything, and of kept attention in other layers.
-        self.costs = [
-            (
-                sum(cost for cost, state in zip(whole, states, strict=True) if state == State.EVERYTHING),
-                sum(cost for cost, state in zip(attention, states, strict=True) if state == State.ATTENTION),
-            )
-            for states in self.states
-        ]
+        # By level: bytes of layers that keep everything; of attention in other layers on the device, and in host
+        # memory.
+        self.costs = []
+        for states in self.states:
+            rows = list(zip(states, *self.layers, strict=True))
+            whole = sum(row[1] for row in rows if row[0] == State.EVERYTHING)
+            kept = [row[2:] for row in rows if row[0] == State.ATTENTION]
+            away = sum(sorted((leaving for _, leaving in kept), reverse=True)[_PASSING:])
+            self.costs.append((whole, sum(attention for attention, _ in kept) - away, away))
 
     def counts(self, level):
         """The number of layers that recompute all, that recompute all but attention, and that keep all."""
         return tuple(self.states[level].count(state) for state in State)
 
     def cost(self, level, ratio=1.0):
-        """Bytes that a level keeps."""
-        whole, attention = self.costs[level]
+        """Bytes that a level keeps on the device."""
+        whole, attention, _ = self.costs[level]
         return math.ceil((whole * self.factor + attention * self.attention_factor) * ratio)
 
     def attention_cost(self, level, ratio=1.0):
         """The part of :meth:`cost` that is attention of layers that recompute the rest."""
         return math.ceil(self.costs[level][1] * self.attention_factor * ratio)
+
+    def host_cost(self, level, ratio=1.0):
+        """Bytes of attention that a level keeps in host memory."""
+        return math.ceil(self.costs[level][2] * ratio)
 
     @property
     def layer(self):
@@ -238,7 +251,7 @@ class MemoryPlan:
                 self.factor = max(self.factor, (seen - attention * self.attention_factor) / whole)
 
     def _difference(self, fewer, more):
-        return (b - a for a, b in zip(self.costs[fewer], self.costs[more], strict=True))
+        return (b - a for a, b in zip(self.costs[fewer][:2], self.costs[more][:2], strict=True))
 
     def need(self, phase, kept, load):
         """Bytes above the start of a step that it needs at most at a level; None if no step bounds it."""
@@ -255,8 +268,10 @@ class MemoryPlan:
     def _known(self, phase):
         return {**self.estimates[phase], **self.peaks[phase]}
 
-    def max_kept(self, phase, load, room, allowed):
+    def max_kept(self, phase, load, room, allowed, shortage=lambda level: 0):
         """The highest level, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does.
+
+        ``shortage`` of a level: bytes that stay on the device for lack of host memory.
 
         Before the counts are confirmed at most one layer keeps its activations: a wrong count costs the
         memory of one layer only.
@@ -264,6 +279,6 @@ class MemoryPlan:
         for kept in range(min(allowed, len(self.upgrades)), 0, -1):
             if self.confirmed or self.counts(kept)[State.EVERYTHING] <= 1:
                 need = self.need(phase, kept, load)
-                if need is not None and need <= room:
+                if need is not None and need + shortage(kept) <= room:
                     return kept
         return 0

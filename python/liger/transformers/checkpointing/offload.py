@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and what else a layer hands
-to its store.
+"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and attention that such a
+layer keeps.
+
+A store has ``put(tensor)``, which returns a handle, and ``handle.get()`` returns the tensor with its strides
+and without a graph. It may be called again in a later backward of the same graph. The tensor is freed with
+its handle.
 
 A copy to the host runs on a stream of its own while the next layer computes. The store refers to the tensor
 until the stream that computes has waited for that copy, so the caching allocator cannot hand out its memory
@@ -21,6 +25,7 @@ from collections import deque
 import torch
 import torch.utils.checkpoint
 
+from ..recipe.recomputed import _check
 from . import host_pool
 from .copy_streams import CudaStreams, NoStreams
 from .device_memory import size_text
@@ -57,11 +62,21 @@ class Kept:
         self._tensor, self._version, self._group = tensor.detach(), tensor._version, group
 
     def get(self):
-        """The tensor."""
-        _check_version(self._tensor, self._version)
+        """The tensor.
+
+        Raises:
+            RuntimeError: it has been written since it was put.
+        """
+        _check(self._tensor, self._version)
         if self._group is not None:
             self._group.reach()
         return self._tensor
+
+
+class OnDevice:
+    """A store that keeps the tensors where they are."""
+
+    put = staticmethod(Kept)
 
 
 class HostStore:
@@ -80,9 +95,9 @@ class HostStore:
         self.is_on = bool(self.offload)
         self.limit = None if self.offload is None or isinstance(self.offload, bool) else self.offload
         self.pool = self.streams = None
-        # Bytes that this step has moved, bytes that it could not move for lack of host memory, the same of
-        # the last step, and the most bytes that any step has moved.
-        self.moved = self.refused = self.most = 0
+        # Bytes that this step has moved, the inputs of layers among them, bytes that it could not move for
+        # lack of host memory, moved and refused bytes of the last step, and the most inputs of any step.
+        self.moved = self.inputs = self.refused = self.most = 0
         self.last = (0, 0)
         self._group = None
         # Layers with copies to the host that the computing stream has not waited for.
@@ -112,8 +127,8 @@ class HostStore:
         """Starts a forward of the model."""
         self.flush()
         if is_new_step:
-            self.last, self.most = (self.moved, self.refused), max(self.most, self.moved)
-            self.moved = self.refused = 0
+            self.last, self.most = (self.moved, self.refused), max(self.most, self.inputs)
+            self.moved = self.inputs = self.refused = 0
 
     def flush(self):
         """Ends the forward: the computing stream waits for all copies to the host."""
@@ -142,18 +157,8 @@ class HostStore:
             stream.wait_event(event)
             self._unused.popleft()
 
-    def is_worth(self, tensor):
-        """True for a tensor that a layer got from another one, and that is large."""
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.requires_grad
-            and tensor.layout is torch.strided
-            and tensor.nbytes >= WORTH_MOVING
-        )
-
-    def put(self, tensor):
-        """A handle, whose ``get()`` returns the tensor or one with the same elements and strides, without a
-        graph."""
+    def put(self, tensor, is_input=False):
+        """The handle of a tensor, which is moved unless a reason of this class speaks against it."""
         group = self._group
         if group is None or not self.is_on:
             return Kept(tensor)
@@ -166,7 +171,7 @@ class HostStore:
             self.streams = _streams(tensor.device)
             self.pool = host_pool.HostPool(self.limit, self.streams.block)
         is_elsewhere = tensor.device != self.streams.device
-        if group.stays or is_shared or is_elsewhere or not _is_dense(tensor) or _is_captured(tensor):
+        if group.stays or is_shared or is_elsewhere or not can_move(tensor) or _is_captured(tensor):
             return Kept(tensor, group)
         for event in self.pool.settle():
             self.streams.leave.wait_event(event)
@@ -175,13 +180,15 @@ class HostStore:
             self.refused += tensor.nbytes
             return Kept(tensor, group)
         self.moved += tensor.nbytes
+        self.inputs += tensor.nbytes if is_input else 0
         return Moved(tensor, span, group)
 
     # --- numbers --------------------------------------------------------------------------------------------
 
-    def shortage(self, ratio):
-        """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before."""
-        beyond = ratio * self.most - self._held
+    def shortage(self, ratio, attention=0):
+        """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before, which
+        moves so many bytes of attention."""
+        beyond = ratio * self.most + attention - self._held
         return max(0, int(beyond - self.pool.room())) if beyond > 0 else 0
 
     @property
@@ -211,7 +218,7 @@ class _Group:
     def retire(self):
         """Lets go of the tensors, whose memory is used again behind their copies."""
         for tensor, version, event, stream in self.leaving:
-            _check_version(tensor, version)
+            _check(tensor, version)
             stream.wait_event(event)
         self.leaving.clear()
 
@@ -257,7 +264,7 @@ class Moved:
         leave.wait_event(computing.record_event())
         self._streams.copy(leave, self._host, tensor.detach())
         self._written = leave.record_event()
-        group.leaving.append((tensor, tensor._version, self._written, computing))
+        group.leaving.append((tensor.detach(), tensor._version, self._written, computing))
         group.handles.append(weakref.ref(self))
 
     def fetch(self):
@@ -308,11 +315,11 @@ class Offloaded:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.function(function, *args, **kwargs)
         store = self.store
-        moving = {t.untyped_storage().data_ptr() for t in args if store.is_worth(t)}
+        moving = {t.untyped_storage().data_ptr() for t in args if _is_worth(t)}
 
         def pack(tensor):
             is_input = type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in moving
-            return store.put(tensor) if is_input else tensor
+            return store.put(tensor, is_input=True) if is_input else tensor
 
         with store.layer(self.stays), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return self.function(function, *args, **kwargs)
@@ -346,6 +353,21 @@ def _is_captured(tensor):
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _is_worth(argument):
+    """True for an argument that a layer got from another one, and that is large."""
+    return isinstance(argument, torch.Tensor) and argument.requires_grad and _is_large(argument)
+
+
+def _is_large(tensor):
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and tensor.nbytes >= WORTH_MOVING
+
+
+def can_move(tensor):
+    """True for a tensor that a copy brings back as it is, and that is worth it."""
+    return _is_large(tensor) and _is_dense(tensor)
+
+
 def _is_dense(tensor):
     """True if the elements fill their memory, in any order of the dimensions."""
     expected = 1
@@ -355,11 +377,3 @@ def _is_dense(tensor):
                 return False
             expected *= size
     return tensor.numel() > 0
-
-
-def _check_version(tensor, version):
-    if tensor._version != version:
-        raise RuntimeError(
-            "liger.transformers.checkpoint: an input of a recomputed layer was changed in place after the layer "
-            f"had read it: it has version {tensor._version}, expected {version}"
-        )

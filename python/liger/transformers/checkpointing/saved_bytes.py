@@ -28,6 +28,8 @@ from . import decoder_layers
 # Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are
 # int64.
 _FLOAT32, _INT64 = 4, 8
+# The row of what an attention kernel saves beyond its inputs.
+_KERNEL = "output, lse"
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,55 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
         ValueError: a decoder layer of a form that is not known, or no decoder layer.
     """
     totals: dict[tuple[str, str], list[int]] = {}
-    for module in _decoder(model).modules():
-        if isinstance(recipe_of(module), AddNormRecipe):
-            for row in _layer(module, model.config.get_text_config(), dtype.itemsize):
-                total = totals.setdefault((row.part, row.tensor), [0, 0])
-                total[0] += row.plain
-                total[1] += row.recompute
-    if not totals:
+    for rows in _layers(model, dtype):
+        for row in rows:
+            total = totals.setdefault((row.part, row.tensor), [0, 0])
+            total[0] += row.plain
+            total[1] += row.recompute
+    return [Saved(part, tensor, *total) for (part, tensor), total in totals.items()]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Bytes per token of layers that are recomputed: what waits for the backward, and what it needs at a time.
+
+    Attributes:
+        inputs: of all layers.
+        attention: what all attention kernels save beyond their inputs.
+        passing: the part of both that is on the device where inputs and attention are offloaded.
+        layer: the largest layer at work. With ``recompute=True`` it saves less, but the gradients of the
+            rest exist then.
+    """
+
+    inputs: int
+    attention: int
+    passing: int
+    layer: int
+
+
+def recomputed_layers(model: PreTrainedModel, dtype: torch.dtype) -> Recomputed:
+    """The same for :func:`liger.transformers.checkpoint`; arguments and errors as of
+    :func:`saved_in_layers`."""
+    layers = _layers(model, dtype)
+    one = model.config.get_text_config().hidden_size * dtype.itemsize
+    attention = [sum(row.plain for row in rows if row.tensor == _KERNEL) for rows in layers]
+    # One input stays, one leaves or comes back, and one is in use.
+    passing = min(len(layers), 3) * one + sum(sorted(attention)[-2:])
+    return Recomputed(
+        len(layers) * one, sum(attention), passing, max(sum(row.plain for row in rows) for rows in layers)
+    )
+
+
+def _layers(model, dtype):
+    """The rows of each decoder layer."""
+    config = model.config.get_text_config()
+    modules = [m for m in _decoder(model).modules() if isinstance(recipe_of(m), AddNormRecipe)]
+    if not modules:
         raise ValueError(
             f"no decoder layer of {type(model).__name__} has the form x + attention(norm(x)) followed by a norm and "
             "an MLP"
         )
-    return [Saved(part, tensor, *total) for (part, tensor), total in totals.items()]
+    return [list(_layer(module, config, dtype.itemsize)) for module in modules]
 
 
 def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
@@ -124,7 +163,7 @@ def _attention(module, size):
         yield Saved(
             "attention", f"q, k before their norms{'' if fused else ', rstd'}", *[widths[name] + rstd] * 2
         )
-    yield Saved("attention", "output, lse", *[o_proj.in_features * size + heads * _FLOAT32] * 2)
+    yield Saved("attention", _KERNEL, *[o_proj.in_features * size + heads * _FLOAT32] * 2)
 
 
 def _mlp(module, config, size):

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""E14: what recomputation costs: plans of a given memory, with and without host memory, against full
+checkpointing."""
+
+import functools
+from dataclasses import dataclass
+
+import liger
+from liger.transformers.checkpointing.checkpoint import planners
+from liger_bench.models.contestants import Contestant, adamw, in_backward
+from liger_bench.models.report import GIB
+
+from . import pictures, tables, training
+from .cells import Cell, Experiment
+
+PLAN, OFFLOAD, RELEASE = "liger, plan", "liger, plan, offload", "liger, plan, offload, released gradients"
+THEIR_OFFLOAD = "transformers, offload"
+METHODS = ("transformers", THEIR_OFFLOAD, "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE)
+# Steps after which a plan is final; of steps that take a quarter of a minute the fourth is close to it.
+WARM_UP, LONG_WARM_UP, LONG = 7, 4, 2**17
+# A memory that no plan of a tiny model reaches.
+TINY_MEMORY = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A batch, and the GiB that the plans have: on the device alone, with offload, and with released
+    gradients too."""
+
+    batch: int
+    sequence: int
+    memories: tuple[float | None, float | None, float | None]
+
+    @property
+    def tokens(self):
+        return self.batch * self.sequence
+
+
+ROWS = (
+    Row(4, 8192, (14.8, 12.0, 12.0)),
+    Row(1, 131072, (37.0, 20.0, 17.5)),
+    Row(1, 32768, (14.8, 12.0, 12.0)),
+    Row(32, 1024, (17.6, 12.0, None)),
+    Row(4, 65536, (None, 30.0, None)),
+    Row(512, 1024, (None, 51.0, None)),
+)
+TINY_ROWS = (Row(2, 16, (TINY_MEMORY,) * 3), Row(1, 32, (TINY_MEMORY, TINY_MEMORY, None)))
+
+
+def cells(tiny):
+    made = []
+    for row in TINY_ROWS if tiny else ROWS:
+        memories = dict(zip((PLAN, OFFLOAD, RELEASE), row.memories, strict=True))
+        made += [
+            Cell(
+                method,
+                f"{row.batch}x{row.sequence}",
+                row.tokens,
+                {"batch": row.batch, "sequence": row.sequence, "memory": memories.get(method)},
+                ("liger_kernel", "triton") if method == "liger-kernel" else (),
+                # A batch that has no memory for one length may have it for another.
+                ladder=f"{method} {row.batch}x{row.sequence}",
+                seconds=240,
+            )
+            for method in METHODS
+            if memories.get(method, 0) is not None
+        ]
+    return made
+
+
+def contestant(cell, machine):
+    """Every layer is recomputed by ``transformers``, ``liger-kernel`` and ``liger``."""
+    if cell.method == THEIR_OFFLOAD:
+        return Contestant(THEIR_OFFLOAD, "other", _offloading, checkpointing=False)
+    if cell.settings["memory"] is None:
+        if cell.method == "liger":
+            return training.patched(machine, recompute=True)
+        return training.contestant(cell.method, machine)
+    tokens = cell.settings["batch"] * cell.settings["sequence"]
+    return Contestant(
+        cell.method,
+        "ours",
+        functools.partial(_planned, memory=int(cell.settings["memory"] * GIB), offload=cell.method != PLAN),
+        functools.partial(liger.use_backend, training.backend(machine)),
+        warm_up=LONG_WARM_UP if tokens >= LONG else WARM_UP,
+        optimizer=in_backward(adamw) if cell.method == RELEASE else adamw,
+    )
+
+
+def _offloading(model):
+    if not hasattr(model, "activation_checkpointing_enable"):
+        raise NotImplementedError("this transformers has no activation_checkpointing_enable(offload=True)")
+    model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    return model
+
+
+def _planned(model, memory, offload):
+    return liger.transformers.checkpoint(liger.patch(model, recompute=True), memory, offload=offload)
+
+
+def measure(cell, machine):
+    size = training.size_of("1b", machine)
+    trained = training.Training(contestant(cell, machine), size, machine)
+    given = cell.settings
+    batches = training.text.batches(
+        machine, size.config["vocab_size"], training.STEPS, given["batch"], given["sequence"]
+    )
+    with trained.contestant.context():
+        trained.build()
+        record = trained.measured(batches)
+    for planner in planners(trained.model):
+        record |= plan_of(planner)
+    return record
+
+
+def plan_of(planner):
+    """What a planner predicts for its step and has measured: peaks in bytes, and bytes on the host."""
+    record = {"plan": planner.summary, "moved_bytes": planner.store.moved}
+    if planner.plan is not None and planner.step is not None:
+        phase, kept = planner.step.phase, planner.step.kept
+        record["layers"] = planner.plan.counts(kept)
+        record["predicted_bytes"] = planner.step.start + planner.plan.need(phase, kept, planner.longest)
+    return record
+
+
+def table(result):
+    """Speed and memory; and for each plan its memory, the predicted and the measured peak."""
+    rows = [
+        [
+            f"{cell['method']}, {cell['size']}",
+            " / ".join(map(str, cell.get("layers", "-"))),
+            tables.gib(cell["predicted_bytes"]),
+            tables.gib(cell["peak_bytes"]),
+            f"{cell['moved_bytes'] / GIB:.2f} GiB",
+        ]
+        for cell in result["cells"].values()
+        if cell["status"] == "ok" and "predicted_bytes" in cell
+    ]
+    plans = tables.markdown(
+        ["plan", "layers: nothing / attention / all kept", "predicted peak", "measured", "moved to the host"],
+        rows,
+    )
+    return f"{tables.training(result)}\n\n{plans}"
+
+
+def draw(result):
+    return {"": pictures.speed_over_memory(result, "Tokens per second over peak memory, Llama-3.2-1B")}
+
+
+EXPERIMENT = Experiment(
+    "E14", "Recomputation for memory, with and without the host", cells, measure, table, draw
+)
