@@ -18,6 +18,7 @@ from ..checkpointing import checkpoint
 from ..head import causal_lm
 from ..head.kind import kind_of
 from ..head.loss import patch_head, restore_forward, sharing_embeddings
+from ..lora.expert_weights import expert_weight
 from ..lora.recipe import group_layers, lora_linear
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
@@ -211,7 +212,7 @@ def _recipe(module, options):
     if options.plain_activations:
         attempts.append(functools.partial(activations.activation, kinds=options.plain_activations))
     if options.lora_linear:
-        attempts.append(lora_linear)
+        attempts += [lora_linear, expert_weight]
     if options.rope:
         fused = options.rms_norm and options.qk_norm_rope
         attempts.append((qk_norm_rope if fused else rotary).attention)
