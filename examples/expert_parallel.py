@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains a mixture of experts whose experts are distributed over the ranks: each rank has its own tokens and a
-part of the experts of every layer.
+"""Trains a mixture whose experts are distributed over the ranks: each rank has its own tokens and a part of
+the experts of every layer.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py
 
-A token goes once to each rank that has experts of its choice, with all its choices: those of other ranks are
-sentinels there. The rank returns the weighted sum over its experts. The other parameters are replicated (DDP).
-The model is small and random, and learns to count, so nothing is downloaded; ``expert_parallel`` takes any
-patched model of transformers.
+A token goes once to each rank that has experts of its choice, with all its choices: experts of other ranks
+are sentinels there. The rank returns the weighted sum over its experts. The other parameters are replicated
+(DDP). The model is small and random, and learns to count, so nothing is downloaded; ``expert_parallel`` takes
+any patched model of transformers.
 """
 
 import argparse
@@ -25,8 +25,8 @@ class ExpertParallel(torch.nn.Module):
     """The experts of a layer, of which this rank keeps its part.
 
     Args:
-        experts: a patched module, called with hidden states (T, H), indices (T, K) and routing weights (T, K);
-            the first dimension of its parameters is a multiple of the number of ranks.
+        experts: a patched module, called with hidden states (T, H), indices (T, K) and routing weights
+            (T, K); the first dimension of its parameters is a multiple of the number of ranks.
         group: the ranks.
     """
 
@@ -89,7 +89,9 @@ def build(device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     on_gpu = torch.cuda.is_available()

@@ -31,10 +31,12 @@ ROUTINGS = {
     "distinct": lambda rank, tokens: torch.rand(tokens, EXPERTS).topk(CHOICES).indices,
     "sentinels": lambda rank, tokens: torch.randint(2 * EXPERTS, (tokens, CHOICES)),
     "one expert": lambda rank, tokens: torch.full((tokens, CHOICES), EXPERTS - 1),
-    "the other rank": lambda rank, tokens: torch.randint(
-        EXPERTS // 2, (tokens, CHOICES)
-    ) + EXPERTS // 2 * (1 - rank),
-    "sentinels alone on a rank": lambda rank, tokens: torch.randint(EXPERTS, (tokens, CHOICES)) + rank * EXPERTS,
+    "the other rank": lambda rank, tokens: (
+        torch.randint(EXPERTS // 2, (tokens, CHOICES)) + EXPERTS // 2 * (1 - rank)
+    ),
+    "sentinels alone on a rank": lambda rank, tokens: (
+        torch.randint(EXPERTS, (tokens, CHOICES)) + rank * EXPERTS
+    ),
 }
 
 
@@ -94,5 +96,7 @@ def test_a_model_trains_as_with_all_experts_on_each_rank(name):
         expected = runs[0][1][name.replace("experts.experts.", "experts.")]
         if parameter.shape != expected.shape:
             parts, expected = parts + 1, expected.chunk(ranks.WORLD)[ranks.RANK]
-        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert parts >= 4

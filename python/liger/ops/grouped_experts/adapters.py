@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gated experts with frozen weights and low-rank adapters: ``W[e] + second[e]^T first[e]^T`` per expert, without
-that sum.
+"""Gated experts with frozen weights and low-rank adapters, ``W[e] + second[e]^T first[e]^T``, without this
+sum.
 
 Each product with an adapter is two grouped GEMMs over a dimension of r columns, added to the product with the
 frozen weight. Autograd saves what grouped_experts saves, and of each adapter its first product, (S + 1, r).
@@ -20,7 +20,8 @@ _ALIGNMENT = 16
 
 
 def adapter(first, second, scale, dtype):
-    """The factors of an adapter as :func:`adapted_experts` takes them; differentiable, the scale in the second.
+    """The factors of an adapter as :func:`adapted_experts` takes them, with the scale in the second;
+    differentiable.
 
     Args:
         first, second: (E, inputs, r) and (E, r, outputs), any strides and floating dtype.
@@ -32,7 +33,7 @@ def adapter(first, second, scale, dtype):
 
 
 def _add(rows, inputs, factors, ends):
-    """Adds ``inputs first second`` to rows, and returns ``inputs first``, (rows, r); None without an adapter."""
+    """Adds ``inputs first second`` to rows, and returns ``inputs first``, (rows, r); None without factors."""
     first, second = factors
     if first is None:
         return None
@@ -55,7 +56,7 @@ class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, index, weights, weight, down, bias, down_bias, *factors):
         gate, is_transposed = options
-        experts, hidden, intermediate = sizes_of(down, is_transposed)
+        experts, hidden, _ = sizes_of(down, is_transposed)
         flat = x.reshape(-1, hidden)
         routing = Routing(index.reshape(-1, index.shape[-1]), experts)
         rows = routing.rows(flat)
@@ -131,6 +132,4 @@ def adapted_experts(x, top_k_index, top_k_weights, parameters, adapters, gate, i
         gate: a :class:`.routing.Gate`.
     """
     factors = [factor for pair in adapters for factor in (pair or (None, None))]
-    return _AdaptedExperts.apply(
-        (gate, is_transposed), x, top_k_index, top_k_weights, *parameters, *factors
-    )
+    return _AdaptedExperts.apply((gate, is_transposed), x, top_k_index, top_k_weights, *parameters, *factors)

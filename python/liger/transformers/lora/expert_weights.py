@@ -130,9 +130,7 @@ def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
         for name in WEIGHTS
     ]
     gate = Gate(recipe.activation, recipe.is_interleaved, recipe.alpha, recipe.limit)
-    y = adapted_experts(
-        operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed
-    )
+    y = adapted_experts(operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed)
     return y.to(x.dtype)
 
 
@@ -161,7 +159,10 @@ def expert_weight(module):
 def _try(module):
     """Compares the sum of PEFT for random factors with the product of ours, in both layouts."""
     random, experts, inputs, outputs, rank = trials.Random(), 3, 6, 10, 2
-    first, second = nn.Linear(inputs, rank * experts, bias=False), nn.Linear(rank * experts, outputs, bias=False)
+    first, second = (
+        nn.Linear(inputs, rank * experts, bias=False),
+        nn.Linear(rank * experts, outputs, bias=False),
+    )
     for linear in (first, second):
         linear.weight.data = random(*linear.weight.shape)
     for is_swapped in (False, True):
