@@ -45,7 +45,7 @@ def pair(device="cpu", family="Mixtral", dtype=torch.float32, **settings):
 
 
 def patched(model):
-    return liger.patch(model, lora_linear=True, verbose=False)
+    return liger.patch(model, verbose=False)
 
 
 def assert_same(ours, theirs):
@@ -201,7 +201,7 @@ def test_what_peft_computes(device):
                 for outer in wrappers_of(model)[::2]:
                     outer.base_layer.register_forward_hook(lambda module, given, y: 2 * y)
         if change == "unpatched":
-            ours = liger.patch(copy.deepcopy(theirs), lora_linear=True, mlp=False, verbose=False)
+            ours = liger.patch(copy.deepcopy(theirs), mlp=False, verbose=False)
         assert_same(ours, theirs)
         assert dense_copies(ours) > 0
 

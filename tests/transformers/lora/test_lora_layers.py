@@ -39,7 +39,7 @@ def adapted(model, cast=True, **settings):
 def pair(device="cpu", dtype=torch.float32, options=(), family="llama", **settings):
     """(patched, unpatched) twins."""
     plain = adapted(make(family, device, dtype), **settings)
-    return liger.patch(copy.deepcopy(plain), verbose=False, **{"lora_linear": True, **dict(options)}), plain
+    return liger.patch(copy.deepcopy(plain), verbose=False, **dict(options)), plain
 
 
 def seeded_step(model, **given):
@@ -95,7 +95,7 @@ def test_same_training(name, options, device):
 def test_biases_of_all_projections(device):
     plain = make("qwen2", device)
     plain = adapted(plain, bias="all")
-    ours = liger.patch(copy.deepcopy(plain), lora_linear=True, verbose=False)
+    ours = liger.patch(copy.deepcopy(plain), verbose=False)
     results = [seeded_step(model) for model in (ours, plain)]
     assert any(name.endswith("q_proj.base_layer.bias") for name in results[0][1])
     assert_same_step(*results)
@@ -362,11 +362,11 @@ def test_hooks_on_the_layer_are_called(name):
 
 def test_adapters_after_the_patch():
     """The patched MLP finds them; the other layers run the code of PEFT until the next patch."""
-    ours = adapted(liger.patch(make("llama"), lora_linear=True, verbose=False))
+    ours = adapted(liger.patch(make("llama"), verbose=False))
     assert_same(ours, adapted(make("llama")))
     assert fused(ours) == 0
     assert type(layer_of(ours).mlp(x_of(torch.float32)).grad_fn).__name__ == "_GatedLoraBackward"
-    assert fused(liger.patch(ours, lora_linear=True, verbose=False)) == 14
+    assert fused(liger.patch(ours, verbose=False)) == 14
 
 
 def test_a_projection_that_was_replaced():
@@ -391,7 +391,7 @@ def test_the_option_and_unpatch():
     ours, theirs = pair(options={"lora_linear": False})
     assert fused(ours) == 0 and not lt.patch_report(ours).not_asked_for
     assert_same(ours, theirs)
-    liger.unpatch(liger.patch(ours, lora_linear=True, verbose=False))
+    liger.unpatch(liger.patch(ours, verbose=False))
     modules = [m for m in ours.modules() if isinstance(m, peft.tuners.lora.Linear)]
     assert {type(m) for m in modules} == {peft.tuners.lora.Linear} and len(modules) == 14
 
@@ -518,7 +518,7 @@ def test_quantised_weights_are_not_saved(quantise, device):
     models = []
     for is_patched in (True, False):
         model = adapted(quantise(make("llama", device)))
-        models.append(liger.patch(model, lora_linear=True, verbose=False) if is_patched else model)
+        models.append(liger.patch(model, verbose=False) if is_patched else model)
     ours, theirs = models
     assert fused(ours) == 2 * PER_LAYER and lt.patch_report(ours).left == {}
     assert_same(ours, theirs)
