@@ -165,4 +165,4 @@ def test_adapters(tmp_path):
     assert bench_model.main(["--self-test", "2x16", "--lora", "4", "--json", str(path)]) == 0
     (record,) = json.loads(path.read_text())["rows"]
     providers = {name: p["status"] for name, p in record["providers"].items() if p["status"] != "missing"}
-    assert providers == dict.fromkeys(("transformers", "liger[torch]", "liger[torch], LoRA layers"), "ok")
+    assert providers == dict.fromkeys(("transformers", "liger[torch]", "liger[torch], layers of PEFT"), "ok")

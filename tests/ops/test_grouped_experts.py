@@ -12,6 +12,9 @@ from errors import error_about
 import liger
 from liger._core.runtime.environment import triton_interpreted
 from liger.ops.grouped_experts import grouped_mm
+from liger.ops.grouped_experts.adapters import adapted_experts
+from liger.ops.grouped_experts.adapters import adapter as adapters_of
+from liger.ops.grouped_experts.routing import Gate
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 16, 24
 
@@ -404,3 +407,44 @@ def test_bad_input(change, message):
         given[name] = function(given[name])
     with pytest.raises(error_about(message), match=f"grouped_experts: {message}"):
         liger.grouped_experts(**given)
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *ROUTINGS, "gate_up_proj", "down_proj"])
+@pytest.mark.covering(2)
+def test_adapters_of_frozen_weights(device, form, dtype, rank):
+    """Against the sums of weights and adapters: values, gradients of x, routing weights and factors."""
+    options = dict(FORMS.get(form, {}))
+    is_transposed = options.pop("is_transposed", False)
+    index = ROUTINGS[form if form in ROUTINGS else "distinct"](TOKENS, CHOICES, EXPERTS).to(device)
+    x, weights, *parameters = make(device, dtype, biased=True, transposed=is_transposed)
+    if form.endswith("clamped"):
+        options["limit"] = 60.0  # which no rounding of a sum reaches
+    sizes = {"gate_up_proj": (HIDDEN, 2 * INTERMEDIATE), "down_proj": (INTERMEDIATE, HIDDEN)}
+    adapted = [form] if form in sizes else list(sizes)
+    factors = [
+        (torch.randn(EXPERTS, *shape, device=device) / 4).to(dtype)
+        for name in adapted
+        for shape in ((sizes[name][0], rank), (rank, sizes[name][1]))
+    ]
+    gate = Gate(**{"activation": "silu", "is_interleaved": False, "alpha": 1.702, "limit": None, **options})
+
+    def pairs(factors):
+        given = iter(zip(factors[::2], factors[1::2], strict=True))
+        return [next(given) if name in adapted else None for name in sizes]
+
+    def ours(x, weights, *factors):
+        adapters = [pair and adapters_of(*pair, 0.75, x.dtype) for pair in pairs(factors)]
+        return adapted_experts(x, index, weights, parameters, adapters, gate, is_transposed)
+
+    def theirs(x, weights, *factors):
+        frozen = [p.to(x.dtype) for p in parameters]
+        for at, pair in enumerate(pairs(factors)):
+            if pair is not None:
+                delta = 0.75 * (pair[0] @ pair[1])
+                frozen[at] = frozen[at] + (delta if is_transposed else delta.transpose(1, 2))
+        return plain(x, index, weights, *frozen, is_transposed=is_transposed, **options)
+
+    rounding = max(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps, 16.0)
+    check_draws(ours, theirs, [[x, weights, *factors]], intermediate=rounding)

@@ -159,11 +159,11 @@ def without_recipes(backends):
         yield Contestant(name, "ours", patch, functools.partial(liger.use_backend, backend))
 
 
-def with_lora_layers(backends):
-    """liger under each backend, with its own nodes for the layers of LoRA."""
-    patch = functools.partial(liger.patch, lora_linear=True)
+def without_lora_layers(backends):
+    """liger under each backend, with PEFT's code for the layers of LoRA."""
+    patch = functools.partial(liger.patch, lora_linear=False)
     return [
-        Contestant(f"liger[{b}], LoRA layers", "ours", patch, functools.partial(liger.use_backend, b))
+        Contestant(f"liger[{b}], layers of PEFT", "ours", patch, functools.partial(liger.use_backend, b))
         for b in backends
     ]
 
@@ -189,7 +189,7 @@ def entered(
     found += captured(found) if graphs else []
     found += planned(backends, memories)
     found += without_recipes(backends) if recipes else []
-    found += with_lora_layers(backends) if size.lora else []
+    found += without_lora_layers(backends) if size.lora else []
     found = with_optimizers(found, optimizers)
     unknown = set(only or ()) - {contestant.name for contestant in found}
     if unknown:

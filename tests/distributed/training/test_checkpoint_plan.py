@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
 PLENTY = 10**12
 
 
-def make(**settings):
+def make(family="llama", **settings):
     settings = {"num_hidden_layers": LAYERS, "attn_implementation": "sdpa", **settings}
-    return liger.patch(tiny_models.make("llama", ranks.DEVICE, **settings))
+    return liger.patch(tiny_models.make(family, ranks.DEVICE, **settings))
 
 
 def step(model, tokens=11):
@@ -58,7 +58,15 @@ WRAPPERS = {"none": lambda model: model, "ddp": DistributedDataParallel, "fsdp2"
 @pytest.mark.parametrize("order", ["planner first", "planner last"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_same_gradients(wrapper, order):
-    theirs, ours = WRAPPERS[wrapper](make()), make()
+    check_gradients(wrapper, order, make(), make())
+
+
+def test_same_gradients_of_experts():
+    check_gradients("fsdp2", "planner first", *(make("Mixtral", num_local_experts=4) for _ in range(2)))
+
+
+def check_gradients(wrapper, order, theirs, ours):
+    theirs = WRAPPERS[wrapper](theirs)
     if order == "planner first":
         lt.checkpoint(ours, PLENTY)
     ours = WRAPPERS[wrapper](ours)

@@ -3,8 +3,8 @@
 
 The second product of an adapter is added to the product of the base layer by the GEMM that computes it, and
 so are the terms of the gradient of the input: nothing of the size of an activation is allocated besides the
-results. Factors of another dtype are rounded to the dtype of the products, as autocast does; their gradients
-are not rounded.
+results. Under autocast, factors are rounded to its dtype, as it does; their gradients are not rounded. Without
+it, products of float32 factors with 16-bit operands are those of exact.py.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,15 @@ from torch import nn
 
 from ..._core.math.float32_matmul import float32_product
 from .base_weight import dense
+from .exact import add_product_, wide
 
 
 class Low(NamedTuple):
     """What the parts of one input have besides their base products.
 
     ``h``: (rows, R) ``dropout(x) A^T`` of all adapters side by side; ``a``: (R, inputs) their first factors;
-    ``bs``: per part (outputs, r) the second factor, scaled; ``masks``: per part the dropout mask of the rows,
-    True where x is kept. Each may be None.
+    ``bs``: per part (outputs, r) the second factor, scaled; all in one dtype, of the products or float32.
+    ``masks``: per part the dropout mask of the rows, True where x is kept. Each may be None.
     """
 
     h: torch.Tensor | None
@@ -80,20 +81,37 @@ def low_products(x, parts):
     if not adapted:
         return Low(None, None, (None,) * len(parts), (None,) * len(parts))
     a = adapted[0].a.detach() if len(adapted) == 1 else torch.cat([part.a for part in adapted])
-    a, rows = a.to(x.dtype), rows_of(x)
+    dtype = torch.float32 if _are_exact(x, a) else x.dtype
+    a, rows = a.to(dtype), rows_of(x)
     masks = _masks(x, parts)
     if any(mask is not None for mask in masks):
         columns = _ranks(parts)
         each = [
-            _kept(rows, m) @ a[c].t()
+            _times(_kept(rows, m), a[c].t())
             for p, m, c in zip(parts, masks, columns, strict=True)
             if p.a is not None
         ]
         h = torch.cat(each, 1)
     else:
-        h = rows @ a.t()
-    bs = tuple(None if part.a is None else _scaled(part, x.dtype) for part in parts)
+        h = _times(rows, a.t())
+    bs = tuple(None if part.a is None else _scaled(part, dtype) for part in parts)
     return Low(h, a, bs, masks)
+
+
+def _are_exact(x, factor):
+    """Whether PEFT would multiply these in float32: autocast is off, and x has 16 bits."""
+    return (
+        factor.dtype == torch.float32 and x.dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _times(a, b):
+    return a @ b if a.dtype == b.dtype else wide(a, b)
+
+
+def _add_(y, a, b):
+    """``y += a @ b``"""
+    return y.addmm_(a, b) if a.dtype == y.dtype else add_product_(y, a, b)
 
 
 def _kept(rows, mask):
@@ -108,7 +126,7 @@ def linear_products(x, parts, low):
         bias = None if part.bias is None else part.bias.to(x.dtype)
         y = nn.functional.linear(x, dense(part.weight, part.state, x.dtype), bias)
         if b is not None:
-            y.view(-1, y.shape[-1]).addmm_(low.h[:, columns], b.t())
+            _add_(y.view(-1, y.shape[-1]), low.h[:, columns], b.t())
         results.append(y)
     return results
 
@@ -123,7 +141,7 @@ class Gradients(NamedTuple):
 def ups_of(grads, low):
     """Per part (rows, r) the gradient of its columns of ``h``, or None; ``grads``: of the results, as
     rows."""
-    return [None if b is None else grad @ b for grad, b in zip(grads, low.bs, strict=True)]
+    return [None if b is None else _times(grad, b) for grad, b in zip(grads, low.bs, strict=True)]
 
 
 def gradients(x, grads, ups, parts, low, weights, need_x, needs):
@@ -148,11 +166,11 @@ def gradients(x, grads, ups, parts, low, weights, need_x, needs):
             grad_x = grad @ wide if grad_x is None else grad_x.addmm_(grad, wide)
             del wide
         if up is not None and not dropped:
-            grad_x.addmm_(up, low.a)
+            _add_(grad_x, up, low.a)
         elif up is not None:
             for each, mask, at in zip(ups, low.masks, columns, strict=True):
                 if each is not None:
-                    term = each @ low.a[at]
+                    term = _add_(torch.zeros_like(grad_x), each, low.a[at])
                     grad_x.add_(term if mask is None else term.mul_(mask))
     of_a = [None] * len(parts)
     if any(need_a for _, need_a, _ in needs):
@@ -178,6 +196,8 @@ def gradients(x, grads, ups, parts, low, weights, need_x, needs):
 
 def _product(a, b, dtype, scale=1.0):
     """``scale * a @ b`` in a dtype, to which it is rounded once."""
+    if a.dtype != b.dtype:
+        return wide(a, b, scale)
     if dtype == torch.float32 != a.dtype:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
         float32_product(a, b, out, scale=scale)

@@ -7,6 +7,7 @@ A trial tells what the module computes from them; its router, and the losses of 
 it.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,13 +22,14 @@ import torch
 from ..._core.dtensor.inputs import is_dtensor
 from ..._core.modules.quantised import is_quantised
 from ...ops.grouped_experts.op import grouped_experts
+from ..lora import expert_weights
+from ..lora.expert_weights import WEIGHTS
 from ..recipe import trials
 from ..recipe.classes import is_hooked
 from .recipe import HOOKED
 
 logger = logging.getLogger("liger.transformers")
 
-WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 ALPHA_NAMES = ("alpha", "swiglu_alpha")
 LIMIT_NAMES = ("limit", "swiglu_limit")
@@ -93,12 +95,17 @@ class ExpertsRecipe:
         recipe, names = self, _argument_names(original)
 
         def forward(self, *args, **kwargs):
-            given = dict(zip(names, args, strict=False)) | kwargs
+            given, wrappers = dict(zip(names, args, strict=False)) | kwargs, expert_weights.wrappers_of(self)
             if len(args) <= len(names) and given.keys() == set(names):
                 tensors = [given[name] for name in names]
+                parameters = recipe.parameters(self) if wrappers else ()
                 if recipe.takes(self, *tensors[:2]):
-                    return recipe.run(self, *tensors)
-            return original.forward(self, *args, **kwargs)
+                    if not wrappers:
+                        return recipe.run(self, *tensors)
+                    if expert_weights.takes(tensors[0], parameters, wrappers):
+                        return expert_weights.run(recipe, parameters, wrappers, *tensors)
+            with expert_weights.dense(self, wrappers) if wrappers else contextlib.nullcontext():
+                return original.forward(self, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
 

@@ -54,7 +54,7 @@ class Options:
     geglu: bool = True
     relu_squared: bool = True
     gelu: bool = True
-    lora_linear: bool = False
+    lora_linear: bool = True
     cross_entropy: bool = False
     fused_linear_cross_entropy: bool = True
     mlp: bool | None = None

@@ -18,6 +18,7 @@ from ..checkpointing import checkpoint
 from ..head import causal_lm
 from ..head.kind import kind_of
 from ..head.loss import patch_head, restore_forward, sharing_embeddings
+from ..lora.expert_weights import expert_weight
 from ..lora.recipe import group_layers, lora_linear
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
@@ -70,8 +71,8 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
         relu_squared: the activation ``relu(x)^2``, default True.
         gelu: GELU activations with several operations in their code, by torch's one kernel, default True.
         lora_linear: PEFT's LoRA layers around frozen linear layers, plain or quantised, each or q, k and v
-            together as one autograd node, and a patched gated MLP with its adapters as one, default False.
-            Float32 adapters are rounded to the dtype of the input, as autocast does.
+            together as one autograd node, a patched gated MLP with its adapters as one, and adapters of the
+            weights of experts without a dense copy of the weights, default True.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
             ``fused_linear_cross_entropy=False``.
         fused_linear_cross_entropy: the loss without logits, default True.
@@ -211,7 +212,7 @@ def _recipe(module, options):
     if options.plain_activations:
         attempts.append(functools.partial(activations.activation, kinds=options.plain_activations))
     if options.lora_linear:
-        attempts.append(lora_linear)
+        attempts += [lora_linear, expert_weight]
     if options.rope:
         fused = options.rms_norm and options.qk_norm_rope
         attempts.append((qk_norm_rope if fused else rotary).attention)

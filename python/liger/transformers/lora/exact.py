@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Products of a thin factor in float32 with a large operand of 16 bits, as exact as in float32.
+
+A float32 number is the sum of three bfloat16 numbers of 8 bits each. Side by side along the rank, they are one
+operand of one GEMM of bfloat16, which reads the large operand once and sums in float32.
+"""
+
+import torch
+
+from ..._core.math.float32_matmul import float32_product
+from ...ops.grouped_experts.grouped_mm import split
+
+
+def _parts(t, count):
+    """bfloat16 views that add up to a float32 tensor, the largest first; three are exact, two have 16 bits."""
+    if t.stride(1) != 1:
+        return [part.t() for part in _parts(t.t(), count)]
+    parts = []
+    for _ in range(count - 1):
+        # The upper half of a float32 is the number itself, cut off.
+        parts.append(t.view(torch.bfloat16)[:, 1::2])
+        t = t - parts[-1]
+    return [*parts, t.view(torch.bfloat16)[:, 1::2]]
+
+
+def wide(a, b, scale=1.0):
+    """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits."""
+    m, n = a.shape[0], b.shape[1]
+    if torch.float16 in (a.dtype, b.dtype):
+        out = a.new_empty((m, n), dtype=torch.float32)
+        float32_product(a, b, out, scale=scale)
+        return out
+    if a.dtype == torch.float32:
+        a, shape, dim = torch.cat(_parts(a, 3)), (3, m, n), 0
+    else:
+        b, shape, dim = torch.cat(_parts(b, 3), 1), (m, 3, n), 1
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    float32_product(a, b, out)
+    out = out.view(shape).sum(dim)
+    return out if scale == 1 else out.mul_(scale)
+
+
+def add_product_(y, a, b):
+    """``y += a @ b`` for y of 16 bits and thin operands in float32: the product has twice the precision of y."""
+    (a_high, a_low), (b_high, b_low) = (
+        _parts(t, 2) if y.dtype == torch.bfloat16 else split(t, y.dtype) for t in (a, b)
+    )
+    return y.addmm_(torch.cat((a_high, a_low, a_high), 1), torch.cat((b_high, b_high, b_low)))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PEFT's adapters on the weights of experts (``target_parameters``), without a dense copy of the weights.
+
+PEFT wraps the experts once per weight, and before each call computes ``W + s B A`` for all experts. A patched
+wrapper gives its factors to the patched experts instead. PEFT is not imported.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..._core.dtensor.inputs import is_dtensor
+from ..._core.modules.hooks import hooks_of
+from ..._core.op.autocast import autocast_operands
+from ..._core.op.autograd import is_traced
+from ...ops.grouped_experts.adapters import adapted_experts, adapter
+from ...ops.grouped_experts.routing import Gate
+from ..recipe import trials
+from ..recipe.classes import recipe_of
+from .layer import HOOKED, SEVERAL
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+# Attribute of the experts during a call: weight -> its wrapper, the outermost first.
+_WRAPPERS = "_liger_wrappers"
+UNPATCHED = "its experts are not patched"
+SWITCHED = "PEFT takes merged adapters out of the weights first"
+TWICE = "it wraps a weight that another wrapper adapts"
+
+
+def is_wrapper(module):
+    """True for PEFT's wrapper of a weight of experts."""
+    return (
+        (getattr(trials.original(module).forward, "__module__", None) or "").startswith("peft.tuners.lora.")
+        and {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
+        and module.__dict__.get("parameter_name") in WEIGHTS
+    )
+
+
+def _active(wrapper):
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def _chain(wrapper):
+    """(experts, weight -> wrapper with an adapter to apply); or, as text, why the code of PEFT must run."""
+    found, layer = {}, wrapper
+    while is_wrapper(layer):
+        active, name = _active(layer), layer.parameter_name
+        if layer is not wrapper and any(hooks_of(layer)):
+            return HOOKED
+        if layer._disable_adapters and layer.merged_adapters:
+            return SWITCHED
+        if active and not (layer._disable_adapters or layer.merged_adapters):
+            if len(active) > 1:
+                return SEVERAL
+            if name in found:
+                return TWICE
+            found[name] = layer
+        layer = layer._modules["base_layer"]
+    return (layer, found) if getattr(recipe_of(layer), "kind", None) == "experts" else UNPATCHED
+
+
+def _weights_of(wrapper):
+    (name,) = _active(wrapper)
+    return wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name]
+
+
+def _factors(wrapper, is_transposed, dtype):
+    """The factors of :func:`.adapter`; ``is_transposed``: the layout of the weight."""
+    a, b, scale = _weights_of(wrapper)
+    a = a.reshape(wrapper.num_experts, -1, a.shape[1])
+    b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    # PEFT knows the layout from an attribute of the experts, which some lack.
+    known = wrapper._did_swap_in_out_features != is_transposed
+    first, second = (a.mT, b.mT) if known else (b, a)
+    return adapter(first, second, scale, dtype)
+
+
+@dataclass(frozen=True)
+class ExpertWeightRecipe:
+    kind: ClassVar[str] = "lora_linear"
+
+    def unused_because(self, module):
+        """Why each call reaches the original forward although the module is patched; None if it does not."""
+        found = _chain(module)
+        return found if isinstance(found, str) else None
+
+    def members(self, original):
+        def forward(self, x, *args, **kwargs):
+            found = UNPATCHED if "adapter_names" in kwargs or is_traced(x) else _chain(self)
+            if isinstance(found, str):
+                return original.forward(self, x, *args, **kwargs)
+            experts, wrappers = found
+            if not wrappers:
+                return experts(x, *args, **kwargs)
+            experts.__dict__[_WRAPPERS] = wrappers
+            try:
+                return experts(x, *args, **kwargs)
+            finally:
+                experts.__dict__.pop(_WRAPPERS, None)
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def wrappers_of(experts):
+    """The wrappers of this call of patched experts, or None."""
+    return experts.__dict__.get(_WRAPPERS)
+
+
+def takes(x, parameters, wrappers):
+    """True if :func:`run` supports these tensors, which the op without adapters supports."""
+    tensors = [w for wrapper in wrappers.values() for w in _weights_of(wrapper)[:2]]
+    return (
+        x.device.type in ("cpu", "cuda")
+        and x.numel() > 0
+        and not any(p.requires_grad for p in parameters)
+        and not any(map(is_dtensor, (x, *tensors)))
+        and all(t.device == x.device for t in tensors)
+    )
+
+
+def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
+    """:meth:`ExpertsRecipe.run` with adapters."""
+    operand, *parameters = autocast_operands(x, *parameters, *[None] * (4 - len(parameters)))
+    adapters = [
+        _factors(wrappers[name], recipe.is_transposed, operand.dtype) if name in wrappers else None
+        for name in WEIGHTS
+    ]
+    gate = Gate(recipe.activation, recipe.is_interleaved, recipe.alpha, recipe.limit)
+    y = adapted_experts(operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed)
+    return y.to(x.dtype)
+
+
+@contextlib.contextmanager
+def dense(experts, wrappers):
+    """Inside, the weights of the experts are the sums that PEFT computes."""
+    experts.__dict__.pop(_WRAPPERS, None)
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers.values():
+            stack.enter_context(wrapper._activate_lora(wrapper.active_adapters))
+        yield
+
+
+# --- recognition --------------------------------------------------------------------------------------------
+
+
+def expert_weight(module):
+    """A recipe, a string with the reason for leaving the module alone, or None for a module of another
+    kind."""
+    if not is_wrapper(module) or recipe_of(module) is not None:
+        return None
+    cls = trials.original(module)
+    return trials.remembered(lambda: _try(module), expert_weight, cls, cls.forward)
+
+
+def _try(module):
+    """Compares the sum of PEFT for random factors with the product of ours, in both layouts."""
+    random, experts, inputs, outputs, rank = trials.Random(), 3, 6, 10, 2
+    first, second = (
+        nn.Linear(inputs, rank * experts, bias=False),
+        nn.Linear(rank * experts, outputs, bias=False),
+    )
+    for linear in (first, second):
+        linear.weight.data = random(*linear.weight.shape)
+    for is_swapped in (False, True):
+        base = nn.Module()
+        base.register_parameter("gate_up_proj", nn.Parameter(random(experts, 1, 1)))
+        stand_in = trials.stand_in(
+            module,
+            base_layer=base,
+            parameter_name="gate_up_proj",
+            lora_A={"default": first},
+            lora_B={"default": second},
+            scaling={"default": 0.75},
+            lora_variant={},
+            merged_adapters=[],
+            num_experts=experts,
+            _did_swap_in_out_features=is_swapped,
+            _disable_adapters=False,
+            _active_adapter="default",
+        )
+        try:
+            expected = type(stand_in).get_delta_weight(stand_in, "default")
+            ours = torch.bmm(*_factors(stand_in, not is_swapped, torch.float32))
+        except trials.ERRORS as error:
+            return trials.no_trial(module, error)
+        if trials.error(ours.mT if is_swapped else ours, expected) > 1:
+            return "its adapter does not add s B A to the weight of each expert"
+    return ExpertWeightRecipe()
