@@ -158,8 +158,8 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
 // Issues the wgmmas of a k-block in this stage for kCount times 64 rows, which share the operand B. a, b: low
 // words of the descriptors of stage 0; other stages only add constants, because many instructions between
 // wgmmas would stall the tensor cores. add: false overwrites the accumulators. second: descriptor of the
-// second operand B, with kSecondB.
-template <class Epilogue, class Stage, bool kSecondB = false, int kCount>
+// second operand B, with kSecondB. kUsed: how many of the kCount are multiplied; 0 for all.
+template <class Epilogue, class Stage, bool kSecondB = false, int kUsed = 0, int kCount>
 __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[kCount],
                                               Sums<kSecondColumns>& second, uint32_t a, uint32_t b,
                                               int ring_stage, bool add) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[k
 #pragma unroll
   for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < (kUsed > 0 ? kUsed : kCount); ++i) {
       const uint32_t at_a = a + stage + i * (kBoxBytes >> 4) + k * kStepA, at_b = b + stage + k * kStepB;
       wgmma<Element, kFirst, kAMn, kBMn>(sums[i], at_a, at_b, k > 0 || add);
       if constexpr (kRest > 0) {

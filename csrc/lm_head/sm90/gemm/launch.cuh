@@ -38,9 +38,11 @@ inline CUtensorMap matrix_map(const Tensor& matrix, int box_rows = sm90::kBox) {
   return matrix_map(matrix.const_data_ptr(), matrix.size(0), matrix.size(1), stride, box_rows);
 }
 
-// The kernel of an epilogue, its shared memory, and the type of its TMA descriptors.
+// The op in error messages, the kernel of an epilogue, its shared memory, and the type of its TMA
+// descriptors.
 template <class Epilogue>
 struct GemmOf {
+  static constexpr const char* kOp = kGemmOp;
   static constexpr auto kKernel = sm90::gemm_kernel<Epilogue>;
   static constexpr int kSharedBytes = sm90::kSharedBytes<Epilogue>;
   using Maps = sm90::Maps;
@@ -48,6 +50,7 @@ struct GemmOf {
 template <class Epilogue>
   requires requires { Epilogue::kHalves; }
 struct GemmOf<Epilogue> {
+  static constexpr const char* kOp = kGemmOp;
   static constexpr auto kKernel = sm90::gemm_kernel_pingpong<Epilogue>;
   static constexpr int kSharedBytes = sm90::kPingpongSharedBytes<Epilogue>;
   using Maps = sm90::PingpongMaps;
@@ -82,14 +85,15 @@ int resident_clusters(int device) {
   if (clusters == 0) {
     check_cuda(
         allow_shared_memory(reinterpret_cast<const void*>(GemmOf<Epilogue>::kKernel), Carveout::kByDriver),
-        kGemmOp);
+        GemmOf<Epilogue>::kOp);
     const RelaxedCapture relaxed;
     cudaLaunchAttribute attributes[2]{};
     const cudaLaunchConfig_t config =
         launch_config<Epilogue>(device_attributes(device).sm_count, nullptr, attributes);
-    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, GemmOf<Epilogue>::kKernel, &config), kGemmOp);
-    require(clusters > 0, kGemmOp, ": this device runs no clusters of ", sm90::kCluster, " blocks with ",
-            GemmOf<Epilogue>::kSharedBytes, " bytes of shared memory");
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, GemmOf<Epilogue>::kKernel, &config),
+               GemmOf<Epilogue>::kOp);
+    require(clusters > 0, GemmOf<Epilogue>::kOp, ": this device runs no clusters of ", sm90::kCluster,
+            " blocks with ", GemmOf<Epilogue>::kSharedBytes, " bytes of shared memory");
   }
   return clusters;
 }
@@ -102,7 +106,7 @@ void launch_gemm(const typename GemmOf<Epilogue>::Maps& maps, const Epilogue& ep
   cudaLaunchAttribute attributes[2]{};
   const cudaLaunchConfig_t config = launch_config<Epilogue>(
       resident_clusters<Epilogue>(device) * sm90::kCluster, stream, attributes, all_resident);
-  check_cuda(cudaLaunchKernelEx(&config, GemmOf<Epilogue>::kKernel, maps, epilogue), kGemmOp);
+  check_cuda(cudaLaunchKernelEx(&config, GemmOf<Epilogue>::kKernel, maps, epilogue), GemmOf<Epilogue>::kOp);
 }
 
 // Launches an epilogue of the input gradient, which may need semaphores for serial split-K.

@@ -29,6 +29,7 @@ from ..._core.op.backend import register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import ExpertActivation
+from . import sm90
 from .arguments import OP, OPTIONS, check_experts, sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups, sum_groups
 from .routing import Gate, Routing, row_products
@@ -67,6 +68,11 @@ def grouped_experts_forward_kernel(a):
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
     flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
     routing = Routing(index, experts)
+    if sm90.serves(a):
+        product, kept = sm90.gate_up(sm90.aligned(flat), routing, a, keep)
+        row_weights = routing.weights(_weights_of(top_k_weights, top_k_index))
+        out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, row_weights)
+        return without_base(sm90.sum_choices(out, routing).view(x.shape)), kept
     gate_up = _first_gemm(routing.rows(flat), routing, gate_up_proj, gate_up_proj_bias, is_transposed)
     product = gate.product(gate_up)
     gate_up[-1:].zero_()  # the pad; rows of sentinels keep unspecified values, which have no effect
@@ -128,6 +134,8 @@ def _gradients(kept, a):
     grad_weights = top_k_weights.new_empty(0)
 
     gate_up = kept.pop()
+    if sm90.serves(a):
+        return _gradients_sm90(gate_up, a, routing, flat, grad_flat, row_weights)
     if gate_up.shape[0] == 0:
         gate_up = _first_gemm(routing.rows(flat), routing, gate_up_proj, gate_up_proj_bias, is_transposed)
     through_gate = need_x or need_gate_up or need_gate_up_bias
@@ -169,6 +177,34 @@ def _gradients(kept, a):
         grad_x = routing.combine(multiply_groups(gate_up, transposed, routing.ends)).view(x.shape)
     if need_gate_up:
         grad_gate_up = _grad_of_matrices(routing.rows(flat), gate_up, routing.ends, is_transposed)
+    return grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias
+
+
+def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = a.needs_grad
+    grad_x, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (x.new_empty(0) for _ in range(5))
+    grad_weights = a.top_k_weights.new_empty(0)
+    x, grad_y = sm90.aligned(x), sm90.aligned(grad_y)
+    if need_down_bias:
+        grad_down_bias = sum_groups(routing.rows(grad_y), routing.ends, row_weights[:, 0])
+    if any(a.needs_grad[:-1]):
+        if gate_up.shape[0] == 0:
+            _, gate_up = sm90.gate_up(x, routing, a, True)
+        product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
+        if need_weights:
+            grad_weights = _grad_of_routing(routing, grad_y, sums, a.down_proj_bias)
+            grad_weights = grad_weights.to(a.top_k_weights.dtype).view(a.top_k_weights.shape)
+        if need_down:
+            grad_down = sm90.grad_matrix(grad_y, product, routing, a.is_transposed)
+        del product
+    if need_gate_up_bias:
+        grad_gate_up_bias = sum_groups(gate_up, routing.ends)
+    if need_x:
+        grad_rows = sm90.rows(gate_up, routing, a.gate_up_proj, not a.is_transposed)
+        grad_x = sm90.sum_choices(grad_rows, routing).view(a.x.shape)
+        del grad_rows
+    if need_gate_up:
+        grad_gate_up = sm90.grad_matrix(x, gate_up, routing, not a.is_transposed)
     return grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias
 
 

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// The epilogues of the grouped GEMMs:
+//
+// - GateUpEpilogue: gate and up of the gathered rows of x, with their biases, and their product.
+// - RowsEpilogue: (product W_down + bias) * routing weight; and rows of the gradient of x.
+// - GradProductEpilogue: from the gradient of the product, the gradients of gate and up times the routing
+//   weight, the product times the routing weight, and sums for the gradient of the routing weight.
+// - GradMatrixEpilogue: the gradient of the matrix of each expert.
+//
+// A lane stores 8 neighbouring columns: transpose_quad() exchanges words of 32 columns within four lanes.
+#pragma once
+
+#include "experts/sm90/gate.cuh"
+#include "experts/sm90/grouped_gemm.cuh"
+#include "lm_head/sm90/epilogues/common.cuh"
+
+namespace liger::experts {
+
+using lm_head::high_of;
+using lm_head::low_of;
+using lm_head::pack_pair;
+using lm_head::transpose_quad;
+using Sums = sm90::Sums<kColumns>;
+using TileSums = Sums[kHalves];
+
+__device__ __forceinline__ void store_words(void* to, uint32_t (&words)[4], int lane, bool valid) {
+  transpose_quad(words, lane);
+  if (valid) *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ void load_words(uint32_t (&words)[4], const void* from, int lane, bool valid) {
+  const uint4 v = valid ? *static_cast<const uint4*>(from) : uint4{};
+  words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  transpose_quad(words, lane);
+}
+
+// kInterleaved: gate and up are the even and odd columns; else a tile has kHalfColumns columns of gate, then
+// as many of up.
+template <typename T, bool kBMajorMn, bool kInterleaved>
+struct GateUpEpilogue {
+  using Element = T;
+  static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static_assert(kInterleaved || !kBMn);
+  Groups groups;
+  GatheredRows<T> a;
+  Gate gate;
+  const T* bias;  // (experts, 2 intermediate) or null
+  T* gate_up;     // (rows, 2 intermediate) or null
+  T* product;     // (rows, intermediate)
+  int intermediate;
+
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int lane) const {
+    const int n0 = tile.column_tile * kHalfColumns;
+    const T* const own = bias == nullptr ? nullptr : bias + int64_t{tile.expert} * 2 * intermediate;
+    if constexpr (kInterleaved) {
+      start_with_bias(sums, own, {2 * n0, 2 * n0 + kHalfColumns}, {2 * intermediate, 2 * intermediate}, lane);
+    } else {
+      start_with_bias(sums, own, {n0, intermediate + n0}, {intermediate, 2 * intermediate}, lane);
+    }
+  }
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+    const int n0 = tile.column_tile * kHalfColumns, quad = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = row + lane / 4 + 8 * h;
+      const bool valid = r < tile.rows;
+      T* const out = product + int64_t{tile.first_row + r} * intermediate + n0 + quad * 8;
+      T* const kept = gate_up + int64_t{tile.first_row + r} * 2 * intermediate;
+      if constexpr (kInterleaved) {
+        store_interleaved(sums, h, n0, kept, out, lane, valid);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kHalfColumns / 32; ++i) {
+          uint32_t gates[4], ups[4], products[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int at = sum_index(4 * i + j, h, 0), at_up = sum_index(4 * i + j + kHalfColumns / 8, h, 0);
+            const float2 g = {sums[at], sums[at + 1]}, u = {sums[at_up], sums[at_up + 1]};
+            gates[j] = pack_pair<T>(g.x, g.y), ups[j] = pack_pair<T>(u.x, u.y);
+            products[j] =
+                pack_pair<T>(gate.template product<T>(g.x, u.x), gate.template product<T>(g.y, u.y));
+          }
+          const bool stored = valid && n0 + 32 * i + quad * 8 < intermediate;
+          if (gate_up != nullptr) {
+            store_words(kept + n0 + 32 * i + quad * 8, gates, lane, stored);
+            store_words(kept + intermediate + n0 + 32 * i + quad * 8, ups, lane, stored);
+          }
+          store_words(out + 32 * i, products, lane, stored);
+        }
+      }
+    }
+  }
+
+ private:
+  // n0: the first column of the product; gate and up are in columns from 2 n0 on.
+  __device__ __forceinline__ void store_interleaved(Sums& sums, int h, int n0, T* kept, T* out, int lane,
+                                                    bool valid) const {
+    const int quad = lane % 4;
+#pragma unroll
+    for (int i = 0; i < kHalfColumns / 32; ++i) {
+      uint32_t products[4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        uint32_t pairs[4];
+        float values[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = sum_index(8 * i + 4 * part + j, h, 0);
+          const float g = sums[at], u = sums[at + 1];
+          pairs[j] = pack_pair<T>(g, u);
+          values[j] = gate.template product<T>(g, u);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) products[2 * part + m] = exchange(values[2 * m], values[2 * m + 1], lane);
+        const int column = 2 * n0 + 64 * i + 32 * part + quad * 8;
+        if (gate_up != nullptr) store_words(kept + column, pairs, lane, valid && column < 2 * intermediate);
+      }
+      transpose_quad(products, lane);
+      // interleaved_word(): lanes 1 and 2 have each other's word.
+      if (valid && n0 + 32 * i + quad * 8 < intermediate)
+        *reinterpret_cast<uint4*>(out + 32 * i) =
+            make_uint4(products[0], products[2], products[1], products[3]);
+    }
+  }
+  // Columns 4 j + l % 4 of j = 2 m and 2 m + 1 become two neighbouring columns per lane (interleaved_word).
+  __device__ __forceinline__ uint32_t exchange(float even, float odd, int lane) const {
+    const bool second = lane & 1;
+    const float other = __shfl_xor_sync(0xffffffffu, second ? even : odd, 1);
+    return second ? pack_pair<T>(other, odd) : pack_pair<T>(even, other);
+  }
+};
+
+template <typename T, bool kBMajorMn>
+struct RowsEpilogue {
+  using Element = T;
+  static constexpr bool kGather = false, kBMn = kBMajorMn, kWeights = false;
+  Groups groups;
+  const T* bias;         // (experts, columns) or null
+  const float* weights;  // (rows,) or null
+  T* out;                // (rows, columns)
+  int columns;           // a multiple of 8
+
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int lane) const {
+    const int n0 = tile.column_tile * kColumns;
+    start_with_bias(sums, bias == nullptr ? nullptr : bias + int64_t{tile.expert} * columns,
+                    {n0, n0 + kHalfColumns}, {columns, columns}, lane);
+  }
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+    const int n0 = tile.column_tile * kColumns, quad = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = row + lane / 4 + 8 * h;
+      const bool valid = r < tile.rows;
+      const float weight = weights != nullptr && valid ? __ldg(weights + tile.first_row + r) : 1.0f;
+      T* const to = out + int64_t{tile.first_row + r} * columns + n0 + quad * 8;
+      const int left = valid ? columns - n0 - quad * 8 : 0;
+#pragma unroll
+      for (int i = 0; i < kColumns / 32; ++i) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = sum_index(4 * i + j, h, 0);
+          words[j] = pack_pair<T>(sums[at] * weight, sums[at + 1] * weight);
+        }
+        store_words(to + 32 * i, words, lane, 32 * i < left);
+      }
+    }
+  }
+};
+
+template <typename T, bool kBMajorMn, bool kInterleaved>
+struct GradProductEpilogue {
+  using Element = T;
+  static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  Groups groups;
+  GatheredRows<T> a;
+  Gate gate;
+  const float* weights;  // (rows,)
+  T* gate_up;            // (rows, 2 intermediate), overwritten with its gradient
+  T* product;            // (rows, intermediate)
+  float* sums_of_rows;   // (column tiles, rows): of product times gradient
+  int64_t rows;
+  int intermediate;
+
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
+    for (auto& half : sums) sm90::clear<kColumns>(half);
+  }
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+    const int n0 = tile.column_tile * kColumns, quad = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = row + lane / 4 + 8 * h;
+      const bool valid = r < tile.rows;
+      const float weight = valid ? __ldg(weights + tile.first_row + r) : 0.0f;
+      const int64_t at_row = int64_t{tile.first_row + r} * intermediate;
+      T* const out = product + at_row + n0 + quad * 8;
+      T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 + 4 * quad : n0 + quad * 8);
+      // Columns from this lane's first one on, in vectors of 8 and in pairs.
+      const int left = valid ? intermediate - n0 - quad * 8 : 0,
+                left_of_pairs = valid ? intermediate - n0 - quad * 2 : 0;
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 32; ++i) {
+        const bool inside = 32 * i < left;
+        uint32_t gates[4], ups[4], products[4];
+        if constexpr (!kInterleaved) {
+          load_words(gates, kept + 32 * i, lane, inside);
+          load_words(ups, kept + intermediate + 32 * i, lane, inside);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = sum_index(4 * i + j, h, 0);
+          const bool has_pair = 32 * i + 8 * j < left_of_pairs;
+          uint2* const pairs = reinterpret_cast<uint2*>(kept + 64 * i + 16 * j);
+          float2 g, u;
+          if constexpr (kInterleaved) {
+            const uint2 v = has_pair ? *pairs : uint2{};
+            g = {low_of<T>(v.x), low_of<T>(v.y)}, u = {high_of<T>(v.x), high_of<T>(v.y)};
+          } else {
+            g = {low_of<T>(gates[j]), high_of<T>(gates[j])}, u = {low_of<T>(ups[j]), high_of<T>(ups[j])};
+          }
+          const float2 grad = {sums[at], sums[at + 1]};
+          const Gate::Result x = gate.template backward<T>(g.x, u.x), y = gate.template backward<T>(g.y, u.y);
+          if (has_pair) total += x.product * grad.x + y.product * grad.y;
+          const float2 weighted = {weight * grad.x, weight * grad.y};
+          products[j] = pack_pair<T>(weight * x.product, weight * y.product);
+          if constexpr (kInterleaved) {
+            if (has_pair)
+              *pairs = make_uint2(pack_pair<T>(weighted.x * x.grad_gate, weighted.x * x.grad_up),
+                                  pack_pair<T>(weighted.y * y.grad_gate, weighted.y * y.grad_up));
+          } else {
+            gates[j] = pack_pair<T>(weighted.x * x.grad_gate, weighted.y * y.grad_gate);
+            ups[j] = pack_pair<T>(weighted.x * x.grad_up, weighted.y * y.grad_up);
+          }
+        }
+        if constexpr (!kInterleaved) {
+          store_words(kept + 32 * i, gates, lane, inside);
+          store_words(kept + intermediate + 32 * i, ups, lane, inside);
+        }
+        store_words(out + 32 * i, products, lane, inside);
+      }
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      if (valid && quad == 0) sums_of_rows[tile.column_tile * rows + tile.first_row + r] = total;
+    }
+  }
+};
+
+// Transposes an 8 x 8 matrix of 16-bit elements, a row of which is in four lanes.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+  return transposed;
+}
+
+// a[rows of e].T @ b[rows of e] for every expert e, with gathered rows of a; or with kTransposed the
+// transpose of it.
+template <typename T, bool kTransposed>
+struct GradMatrixEpilogue {
+  using Element = T;
+  static constexpr bool kGather = true, kBMn = true, kWeights = true;
+  Groups groups;
+  GatheredRows<T> a;
+  const T* b;   // (rows, columns)
+  T* out;       // (experts, a.columns, columns), or (experts, columns, a.columns)
+  int columns;  // a multiple of 8
+
+  __device__ __forceinline__ int rows_left(const ExpertTile& tile) const {
+    return a.columns - tile.row_tile * kRows;
+  }
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
+    for (auto& half : sums) sm90::clear<kColumns>(half);
+  }
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+    const int m0 = tile.row_tile * kRows + row, n0 = tile.column_tile * kColumns, quad = lane % 4;
+    T* const matrix = out + int64_t{tile.expert} * a.columns * columns;
+    if constexpr (kTransposed) {
+      // Lanes of a quad store 8 rows each of two columns: m and n are of this lane.
+      const int m = m0 + (quad & 1) * 8, n = n0 + lane / 4 + (quad >> 1) * 8;
+      T* const to = matrix + int64_t{n} * a.columns + m;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = sum_index(j + i / 2, i % 2, 0);
+          words[i] = transpose_matrix(pack_pair<T>(sums[at], sums[at + 1]));
+        }
+        store_words(to + int64_t{8 * j} * a.columns, words, lane, m < a.columns && n + 8 * j < columns);
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int m = m0 + lane / 4 + 8 * h;
+        T* const to = matrix + int64_t{m} * columns + n0 + quad * 8;
+        const int left = m < a.columns ? columns - n0 - quad * 8 : 0;
+#pragma unroll
+        for (int i = 0; i < kColumns / 32; ++i) {
+          uint32_t words[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int at = sum_index(4 * i + j, h, 0);
+            words[j] = pack_pair<T>(sums[at], sums[at + 1]);
+          }
+          store_words(to + 32 * i, words, lane, 32 * i < left);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace liger::experts

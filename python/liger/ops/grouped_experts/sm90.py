@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The grouped GEMMs of compute capability 9.0 (csrc/experts/sm90): they gather the rows of x and of the
+upstream gradient themselves, and their epilogues activate and multiply by the routing weight.
+
+They serve calls inside :func:`forced` alone, until they have been measured: docs/lab/experts.md.
+"""
+
+import contextlib
+
+import torch
+
+from ..._core.math.dtypes import accumulate_dtype
+from ..._core.runtime.environment import wgmma_engine_allowed
+from .arguments import sizes_of
+
+# kMaxExperts of csrc/experts/sm90/schedule.h, and kColumns of grouped_gemm.cuh.
+MAX_EXPERTS = 1024
+TILE_COLUMNS = 192
+# Rows are counted in int32, with tiles that reach beyond the last row.
+_MAX_SLOTS = 2**30
+_VECTOR = 8
+
+_is_forced = False
+
+
+@contextlib.contextmanager
+def forced():
+    """Within it these kernels serve the calls that they support."""
+    global _is_forced
+    before, _is_forced = _is_forced, True
+    try:
+        yield
+    finally:
+        _is_forced = before
+
+
+def unsupported(a):
+    """Why the kernels do not take the arguments of an op, in words; None if they take them."""
+    experts, hidden, intermediate = sizes_of(a.down_proj, a.is_transposed)
+    if a.x.dtype not in (torch.bfloat16, torch.float16):
+        return f"x has dtype {a.x.dtype}, expected a 16-bit dtype"
+    if accumulate_dtype(a.top_k_weights.dtype) != torch.float32:
+        return f"top_k_weights has dtype {a.top_k_weights.dtype}"
+    if a.activation == "gelu":
+        return "activation is 'gelu'"
+    if a.is_transposed != a.is_interleaved:
+        return "is_transposed differs from is_interleaved"
+    if hidden % _VECTOR or intermediate % _VECTOR:
+        return f"hidden size {hidden} or intermediate size {intermediate} is no multiple of {_VECTOR}"
+    if experts > MAX_EXPERTS:
+        return f"{experts} experts are more than {MAX_EXPERTS}"
+    if not 0 < a.top_k_index.numel() < _MAX_SLOTS:
+        return f"top_k_index has {a.top_k_index.numel()} elements"
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(a, name)
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            return f"{name} is not contiguous or not aligned to 16 bytes"
+    if not a.x.is_cuda or not hasattr(torch.ops.liger_sm90, "takes_experts"):
+        return "the build or the device has no such kernels"
+    if not wgmma_engine_allowed() or not torch.ops.liger_sm90.takes_experts.default(a.x):
+        return "the device has no such kernels, or LIGER_WGMMA is 0"
+    return None
+
+
+def serves(a):
+    """True if these kernels serve the call."""
+    return _is_forced and unsupported(a) is None
+
+
+def _options(a):
+    return a.activation, a.is_interleaved, a.alpha, a.limit
+
+
+def _dense(tensor):
+    return None if tensor is None else tensor.contiguous()
+
+
+def aligned(rows):
+    """Contiguous rows that begin at 16 bytes."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
+
+
+def gate_up(x, routing, a, keep):
+    """(product, gate and up): (S + 1, I), and (S + 1, 2I), or (0, 2I) unless ``keep``. The last row of gate
+    and up is zero."""
+    slots, intermediate = len(routing.tokens), sizes_of(a.down_proj, a.is_transposed)[2]
+    product = x.new_empty(slots, intermediate)
+    kept = x.new_empty(slots if keep else 0, 2 * intermediate)
+    torch.ops.liger_sm90.experts_gate_up.default(
+        x, routing.tokens, routing.ends, a.gate_up_proj, _dense(a.gate_up_proj_bias), *_options(a), kept, product
+    )
+    kept[-1:].zero_()
+    return product, kept
+
+
+def rows(inputs, routing, matrices, inputs_first, bias=None, weights=None):
+    """(S + 1, N): ``(inputs @ matrix of the expert + bias) * weights``.
+
+    Args:
+        inputs: (S + 1, K).
+        matrices: (E, K, N) with ``inputs_first``, else (E, N, K).
+        bias: (E, N) or None.
+        weights: (S + 1, 1) float32, or None for ones.
+    """
+    out = inputs.new_empty(inputs.shape[0], matrices.shape[2 if inputs_first else 1])
+    torch.ops.liger_sm90.experts_rows.default(
+        inputs, routing.ends, matrices, inputs_first, _dense(bias), weights, out
+    )
+    return out
+
+
+def sum_choices(inputs, routing):
+    """(T, N): the sum over the choices of each token, in float32 and in their order, rounded once."""
+    out = inputs.new_empty(routing.inverse.shape[0], inputs.shape[1])
+    torch.ops.liger_sm90.experts_sum.default(inputs, routing.inverse, out)
+    return out
+
+
+def grad_product_(grad_y, routing, a, weights, gate_up):
+    """Overwrites gate and up with their gradients. Returns the product times the routing weight, (S + 1, I),
+    and the sums over I of product times gradient of the product, (S + 1,) float32."""
+    slots, columns = gate_up.shape
+    product = grad_y.new_empty(slots, columns // 2)
+    tiles = -(-columns // (2 * TILE_COLUMNS))
+    sums = torch.empty(tiles, slots, dtype=torch.float32, device=grad_y.device)
+    torch.ops.liger_sm90.experts_grad_product.default(
+        grad_y, routing.tokens, routing.ends, a.down_proj, *_options(a), weights, gate_up, product, sums
+    )
+    return product, sums.sum(0)
+
+
+def grad_matrix(gathered, inputs, routing, is_transposed):
+    """(E, M, N): ``gathered[tokens][group].T @ inputs[group]`` for each expert, or with ``is_transposed`` the
+    transpose, (E, N, M); zero for an expert without rows."""
+    sizes = gathered.shape[1], inputs.shape[1]
+    out = inputs.new_empty(len(routing.ends), *(reversed(sizes) if is_transposed else sizes))
+    torch.ops.liger_sm90.experts_grad_matrix.default(
+        gathered, routing.tokens, inputs, routing.ends, is_transposed, out
+    )
+    return out
