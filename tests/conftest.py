@@ -158,7 +158,8 @@ def pytest_collection_modifyitems(config, items):
         )
         if item.get_closest_marker("packaging") or left_out or item in variants:
             item.add_marker(pytest.mark.slow)
-    for item in repeated_variants(items):
+    # make test has run a covering selection of the others.
+    for item in variants.union(repeated_variants(items)):
         item.add_marker(pytest.mark.repeated)
 
 
