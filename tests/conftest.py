@@ -4,6 +4,7 @@
 Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.
 """
 
+import gc
 import os
 from itertools import combinations
 from operator import itemgetter
@@ -79,7 +80,8 @@ def sm90():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    # torch.manual_seed keeps a traceback for each kind of device that is not there.
+    (torch.manual_seed if GPU else torch.default_generator.manual_seed)(0)
     if GPU:
         poison_memory()
 
@@ -156,8 +158,16 @@ def pytest_collection_modifyitems(config, items):
         )
         if item.get_closest_marker("packaging") or left_out or item in variants:
             item.add_marker(pytest.mark.slow)
-    for item in repeated_variants(items):
+    # make test has run a covering selection of the others.
+    for item in variants.union(repeated_variants(items)):
         item.add_marker(pytest.mark.repeated)
+
+
+def pytest_collection_finish():
+    # A full collection, which several tests ask for, would look at a million objects of imported modules and
+    # collected tests: half a second each time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -250,10 +250,13 @@ exec(f"from liger_kernel.{{module}} import {{name}}")
 
 
 def test_the_star_import_of_liger_kernel_transformers():
-    """It has the functions with an underscore that liger_kernel lists, and does not import TRL."""
+    """It has the functions with an underscore that liger_kernel lists, and does not import TRL. Neither import
+    before it, of liger and of liger.compat, imports transformers."""
     pytest.importorskip("transformers")
     code = """
-import sys, liger.compat
+import sys, liger, liger.compat
+assert "transformers" not in sys.modules
+assert liger.patch is liger.transformers.patch
 from liger_kernel.transformers import *
 print(_apply_liger_kernel.__name__, _apply_liger_kernel_to_instance.__name__, "trl" in sys.modules)
 """

@@ -204,7 +204,8 @@ def test_a_configuration_has_a_layer_of_every_kind():
     assert config.text_config.hidden_size == config.vision_config.hidden_size
 
 
-def test_processes_have_limits(monkeypatch):
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_have_limits(monkeypatch, jobs):
     monkeypatch.setenv("LIGER_BACKEND", "cuda")  # of the models on the CPU it is not asked
     # A backward starts the threads of autograd for GPUs, and a fork of this process has none of them.
     torch.ones(1, requires_grad=True).sum().backward()
@@ -212,7 +213,7 @@ def test_processes_have_limits(monkeypatch):
     torch.set_num_threads(before + 1)
     pairs = [("llama", "LlamaForCausalLM"), ("no such type", "X"), ("qwen3", "Qwen3ForCausalLM")]
     seen = []
-    reports = runner.scan(pairs, jobs=2, checks=("training",), progress=seen.append)
+    reports = runner.scan(pairs, jobs=jobs, checks=("training",), progress=seen.append)
     assert [report["type"] for report in reports] == ["llama", "no such type", "qwen3"] and len(seen) == 3
     assert reports[0]["checks"] == {"training": "equal"} and "not built" in reports[1]
     [late] = runner.scan(pairs[:1], limit_s=0.0)

@@ -65,9 +65,9 @@ def test_shapes_and_dtypes(device, shape, dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunk_plans_agree(device, dtype, accum_dtype):
     """One row per chunk, a ragged last chunk, and one chunk for all, against the same exact result."""
-    x, weight, bias, target = random_layer(37, 8, 200, device, dtype)
+    x, weight, bias, target = random_layer(13, 8, 200, device, dtype)
     accum_dtype = dtype if accum_dtype == "input" else accum_dtype
-    for rows in (1, 5, 36, 37):
+    for rows in (1, 5, 12, 13):
         budget = rows_per_chunk(rows, weight)
         if accum_dtype == dtype and dtype != torch.float32:
             # A sum in the dtype of the input loses digits with every chunk: only its first digits are
@@ -80,7 +80,7 @@ def test_chunk_plans_agree(device, dtype, accum_dtype):
                 )
                 grads.append(torch.autograd.grad(loss, copies))
             for chunked, whole in zip(*grads, strict=True):
-                assert error(chunked, whole) < 37 * torch.finfo(dtype).eps
+                assert error(chunked, whole) < 13 * torch.finfo(dtype).eps
         else:
             check_layer([x, weight, bias], target, accum_dtype, budget)
 

@@ -41,8 +41,8 @@ def on_processes(tmp_path, function, world=2, timeout=_TIMEOUT):
     fails when they take too long, as they would waiting for each other."""
     # A new store: the processes leave theirs behind.
     store = Path(tempfile.mkdtemp(dir=tmp_path), "store")
-    # Forked from one process that has imported torch and nothing else.
-    multiprocessing.set_forkserver_preload(["torch"])
+    # Forked from one process that has imported what every one of them needs, and has computed nothing.
+    multiprocessing.set_forkserver_preload(["pytest", "torch.distributed.tensor", "liger"])
     context = mp.start_processes(
         _process, (world, store, function), world, join=False, start_method="forkserver"
     )

@@ -41,7 +41,7 @@ def test_compiled_layers(checkpointing):
     assert masks and set(masks) == {(False, True)}
 
 
-@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("patched", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_attention_function_without_masks(patched):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

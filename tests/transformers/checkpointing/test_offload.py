@@ -319,7 +319,7 @@ def test_an_input_that_is_changed_in_place():
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.Module, "compile"), reason="needs torch.compile")
-@pytest.mark.parametrize("what", ["model", "layers"])
+@pytest.mark.parametrize("what", [pytest.param("model", marks=pytest.mark.slow), "layers"])
 def test_compiled_code_recomputes_and_moves_nothing(what):
     model, expected = llama(), llama()
     planner = planned(model)

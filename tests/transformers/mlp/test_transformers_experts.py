@@ -218,7 +218,7 @@ def test_as_an_implementation_of_transformers(device, name, calls):
     assert not patch_report(other).replaced
 
 
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_implementation_compiles(warm):
     """Also if the first call is the compiled one, which then has no recipe yet."""
     if not warm and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):

@@ -17,7 +17,6 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from forked_python import python  # noqa: E402
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
@@ -126,9 +125,10 @@ def test_a_hook_that_changes_the_logits_acts_on_logits(family, compiled, caplog)
     shift = torch.linspace(-1, 2, VOCAB)
     for model in models:
         model.lm_head.register_forward_hook(lambda module, args, output: 2 * output + shift)
-    expected, found = (
-        step(torch.compile(model, backend="eager") if compiled else model, **batch()) for model in models
-    )
+    expected = step(plain, **batch())
+    found = step(torch.compile(models[1], backend="eager") if compiled else models[1], **batch())
+    if compiled:
+        found = found[0], {name.removeprefix("_orig_mod."): grad for name, grad in found[1].items()}
     assert_same_step(found, expected)
     if not compiled:
         assert "may change the logits: the loss is computed from full logits" in caplog.text
@@ -329,14 +329,6 @@ def test_later_models_load_checkpoints(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
     assert is_patched(model)
     assert_same_step(step(model, **batch()), step(plain, **batch()))
-
-
-def test_importing_liger_imports_no_transformers():
-    code = (
-        "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; liger.transformers.patch"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("options", [{}, {"tiled_mlp": True}], ids=str)

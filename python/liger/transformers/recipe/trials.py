@@ -29,8 +29,10 @@ def without_modes():
     """Switches off the modes of the caller that would change a trial: the default device (a model may be
     constructed on the meta device), inference mode, autograd and autocast. Restores the random generator
     afterwards."""
+    # A default device takes every call of torch through Python, so it is set where there is another one.
+    default = torch.empty(0).device.type
     with (
-        torch.device("cpu"),
+        contextlib.nullcontext() if default == "cpu" else torch.device("cpu"),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
