@@ -15,9 +15,10 @@ OLDEST_TORCH = (2, 10)
 BUDGET = 60
 SDIST_BUDGET = 1.5
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
-EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
-# Autograd nodes, which the stable ABI does not have: loaded into the torch version in the file name alone.
-UNSTABLE = "libliger_autograd_"
+EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
+# liger._C, with autograd nodes, which the stable ABI does not have: loaded into the Python and the torch in the
+# file name alone.
+UNSTABLE = "libliger_C_"
 
 
 class Failure(Exception):

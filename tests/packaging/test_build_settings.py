@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What CMake makes of build settings: CUDA kernels or none, architectures, autograd nodes."""
+"""What CMake makes of build settings: CUDA kernels or none, architectures, liger._C."""
 
 import os
 import re
@@ -27,11 +27,11 @@ def configure(folder, *definitions, **environment):
 
 
 @pytest.mark.parametrize("value", ["ON", "OFF"])
-def test_autograd_nodes_as_a_build_setting(tmp_path, value):
+def test_the_extension_as_a_build_setting(tmp_path, value):
     code, output = configure(
-        tmp_path, f"-DLIGER_BUILD_AUTOGRAD={value}", "-DLIGER_AUTOGRAD_TORCH_DIRS=", LIGER_BUILD_CUDA=0
+        tmp_path, f"-DLIGER_BUILD_EXTENSION={value}", "-DLIGER_EXTENSION_TORCH_DIRS=", LIGER_BUILD_CUDA=0
     )
-    assert code == 0 and ("liger: autograd nodes in C++ for torch" in output) == (value == "ON")
+    assert code == 0 and ("liger: liger._C for " in output) == (value == "ON")
 
 
 def path_without_nvcc():

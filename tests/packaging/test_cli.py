@@ -48,7 +48,7 @@ def test_info_as_json(capsys, monkeypatch):
     assert len(found["devices"]) == torch.cuda.device_count()
     assert {name: row and row["op"] for name, row in found["functions"].items()} == info.FUNCTIONS
     assert found["build"]["version"] == liger.__version__
-    assert found["autograd library"] == {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON}
+    assert found["liger._C"] == {"loaded": load.C is not None, "reason": load.C_REASON}
 
 
 def test_info_as_text(capsys, monkeypatch):
@@ -66,7 +66,7 @@ def test_info_as_text(capsys, monkeypatch):
         if op is not None:
             assert line.split()[1:3] == [ops[op]["backend"], numbers[ops[op]["reason"]]]
     assert any(line.split() == ["LIGER_CHECK_TARGETS", "not", "set:", "0"] for line in lines)
-    assert f"  autograd nodes  {load.NODES_REASON}" in lines
+    assert f"  liger._C      {load.C_REASON}" in lines
 
 
 def test_info_says_which_variables_are_invalid(capsys, monkeypatch):

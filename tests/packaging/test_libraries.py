@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages import NODES, OLDEST_TORCH, call
+from packages import EXTENSION, OLDEST_TORCH, call
 
 from liger._core.runtime import load
 
@@ -61,23 +61,24 @@ def test_libraries_need_no_python_and_no_cuda_runtime(path):
     assert set(needed) - system <= {"libtorch.so", "libtorch_cpu.so"}
 
 
-@pytest.mark.skipif(not load.NODES_LOADED, reason=f"autograd nodes are {load.NODES_REASON}")
-def test_autograd_library_needs_libtorch_alone():
-    """Nothing of Python's, so that it serves every Python; exempt from the stable ABI."""
+@pytest.mark.skipif(load.C is None, reason=f"liger._C is {load.C_REASON}")
+def test_the_extension_needs_libtorch_alone():
+    """Exempt from the stable ABI. No libpython: the interpreter of the process has the symbols."""
     if shutil.which("nm") is None or shutil.which("readelf") is None:
         pytest.skip("needs nm and readelf")
-    path = files("liger") / NODES
+    path = files("liger") / EXTENSION
     _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)
-    assert "torch::autograd::Node" in symbols and " Py" not in symbols and " _Py" not in symbols
+    assert "torch::autograd::Node" in symbols and " PyTuple_New" in symbols
     _, dynamic = call("readelf", "--dynamic", "--wide", path)
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
     assert {n for n in needed if not re.match(r"lib(stdc\+\+|gcc_s|c|m)\.so|ld-linux", n)} == {
+        "libtorch_python.so",
         "libtorch_cpu.so",
         "libc10.so",
     }
 
 
-def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
+def test_the_extension_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
     monkeypatch.delenv("LIGER_AUTOGRAD", raising=False)
     for version, name in {
         "2.13.0": "2_13",
@@ -87,12 +88,15 @@ def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
     }.items():
         assert load._torch_abi(version) == name
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert load._load_nodes() == (False, "in Python: this build has no autograd nodes for torch 2.99.0")
-    broken = tmp_path / "libliger_autograd_2_99.so"
+    python = sys.version.split()[0]
+    why = f"not in this build for Python {python} and torch 2.99.0"
+    assert load._load_extension() == (None, why)
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
+    broken = tmp_path / f"libliger_C_cpython_399{sys.abiflags}_torch_2_99.so"
     broken.write_bytes(b"")
     monkeypatch.setattr(load, "_library", lambda name: tmp_path / f"lib{name}.so")
-    loaded, reason = load._load_nodes()
-    assert not loaded and reason.startswith("in Python: libliger_autograd_2_99.so did not load: ")
+    module, reason = load._load_extension()
+    assert module is None and reason.startswith(f"{broken.name} did not load: ")
 
 
 # What libcuda.so.1 of a driver answers.
@@ -144,19 +148,18 @@ def test_a_driver_older_than_the_kernels(tmp_path, version, status, too_old):
         assert warned == "[]" and reason.startswith("libliger_cuda.so did not load: ")
 
 
-USE_NODES = """
-import torch, liger
-from liger._core.runtime import load
-print(load.NODES_LOADED, liger.rms_norm(torch.ones(2, 4, requires_grad=True)).grad_fn.name())
+USE_EXTENSION = """
+import sys, torch, liger
+print("liger._C" in sys.modules, liger.rms_norm(torch.ones(2, 4, requires_grad=True)).grad_fn.name())
 """
 
 
-def test_autograd_nodes_are_python_on_request():
-    last = call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="python")[1].splitlines()[-1]
+def test_all_is_python_on_request():
+    last = call(sys.executable, "-c", USE_EXTENSION, LIGER_AUTOGRAD="python")[1].splitlines()[-1]
     assert last == "False rms_normBackward"
-    expected = f"{load.NODES_LOADED} rms_normBackward"
-    assert call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="auto")[1].splitlines()[-1] == expected
-    code, output = call(sys.executable, "-c", USE_NODES, check=False, LIGER_AUTOGRAD="c++")
+    expected = f"{load.C is not None} rms_normBackward"
+    assert call(sys.executable, "-c", USE_EXTENSION, LIGER_AUTOGRAD="auto")[1].splitlines()[-1] == expected
+    code, output = call(sys.executable, "-c", USE_EXTENSION, check=False, LIGER_AUTOGRAD="c++")
     assert code == 1 and "ValueError: LIGER_AUTOGRAD: expected auto or python, got 'c++'" in output
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages import NODES, OLDEST_TORCH, ROOT, call
+from packages import EXTENSION, OLDEST_TORCH, ROOT, call
 
 pytestmark = pytest.mark.packaging
 
@@ -77,7 +77,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     sources = {str(p.relative_to(ROOT / "python")) for p in (ROOT / "python").rglob("*.py")}
     # Inside liger: a top-level triton_kernels belongs to another distribution.
     kernels = {f"liger/triton_kernels/{p.name}" for p in (ROOT / "triton_kernels").glob("*.py")}
-    assert package == sources | kernels | {"liger/py.typed", "liger/libliger_ops.so", f"liger/{NODES}"}
+    assert package == sources | kernels | {"liger/py.typed", "liger/libliger_ops.so", f"liger/{EXTENSION}"}
 
 
 def test_wheel_is_tagged_for_every_python(wheel):
@@ -104,7 +104,7 @@ def test_wheel_has_a_bill_of_materials(wheel):
     ("name", "headers"),
     [
         ("libliger_ops.so", b"torch/include/torch/csrc/stable/"),
-        (NODES, b"torch/include/torch/csrc/autograd/"),
+        (EXTENSION, b"torch/include/torch/csrc/autograd/"),
     ],
 )
 def test_libraries_do_not_name_folders_of_the_build_machine(wheel, name, headers):
@@ -165,7 +165,7 @@ def test_build_requirements_are_met_here_and_agree():
     requires = [
         Requirement(r) for r in ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1])
     ]
-    assert {r.name for r in requires} == {"scikit-build-core", "ninja", "torch"}
+    assert {r.name for r in requires} == {"scikit-build-core", "ninja", "pybind11", "torch"}
     for requirement in requires:
         assert importlib.metadata.version(requirement.name) in requirement.specifier, requirement
     (torch_requirement,) = [r for r in requires if r.name == "torch"]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Autograd nodes in C++ do what those in Python do: results, errors, hooks, whatever is asked of a backward.
+"""Autograd nodes in C++ do what the formulas in Python do: results, errors, hooks, whatever is asked of a
+backward.
 
 The files of this folder and tests/ops run with the nodes that the installation has. Here both kinds are
-compared.
+compared. tests/ops/test_entries.py has the public functions.
 """
 
 import gc
@@ -18,8 +19,8 @@ from liger._core.op import nodes
 from liger._core.op.declared import declarations
 from liger._core.runtime import load
 
-if not load.NODES_LOADED:
-    pytest.skip(f"autograd nodes are {load.NODES_REASON}", allow_module_level=True)
+if load.C is None:
+    pytest.skip(f"liger._C is {load.C_REASON}", allow_module_level=True)
 
 OPS = [*sorted({declaration.ops[0] for declaration in declarations().values()}), "rope", "qk_norm_rope"]
 
@@ -29,14 +30,16 @@ class Kind:
 
     def __init__(self, name, op):
         self.name, self.op = name, op
-        self.schema = getattr(torch.ops.liger, op).default._schema
+        formula = nodes._FORMULAS[op]
+        parameters = [(a.name,) for a in getattr(torch.ops.liger, op).default._schema.arguments]
+        self.entry = formula.entry(parameters, formula.results, len(parameters))
 
     def __call__(self, *args):
+        outputs = NotImplemented
         if self.name == "C++":
-            outputs = getattr(torch.ops.liger_autograd, self.op).default(*args)
-        else:
-            _setup, _backward, record = nodes._FORMULAS[self.op]
-            outputs = record(*args)
+            outputs = self.entry(*args)
+        if outputs is NotImplemented:
+            outputs = getattr(torch.ops.liger, self.op).default(*args)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -116,11 +119,14 @@ def differentiated(kind, args, requires_grad, with_outputs=None, wanted=None, **
     return [o.detach() for o in outputs], [o.requires_grad for o in outputs], list(grads)
 
 
-def test_the_ops_and_their_schemas(both):
-    names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("liger_autograd::")}
-    assert names == {f"liger_autograd::{op}" for op in (*OPS, "backward", "record")}
-    schema = str(getattr(torch.ops.liger_autograd, both[0].op).default._schema)
-    assert schema.replace("liger_autograd::", "liger::") == str(both[0].schema)
+def test_the_ops():
+    assert nodes._FORMULAS.keys() == {*OPS, "cross_entropy"}
+
+
+def test_the_node_serves_all_inputs(both, device):
+    args, inputs = differentiable_sample(both[0].op, device)
+    outputs = both[0].entry(*leaves(args, inputs))
+    assert outputs is not NotImplemented
 
 
 def test_public_functions_record_them(device):

@@ -86,7 +86,7 @@ def collect():
         "devices": devices,
         "build": dict(build_info()),
         "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
-        "autograd library": {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON},
+        "liger._C": {"loaded": load.C is not None, "reason": load.C_REASON},
         "ops": ops,
         "functions": {
             name: op and {"op": op, "backend": ops[op]["backend"]} for name, op in FUNCTIONS.items()
@@ -122,7 +122,7 @@ def run(arguments):
         [
             ("kernels", kernels),
             ("cuda library", info["cuda library"]["reason"]),
-            ("autograd nodes", info["autograd library"]["reason"]),
+            ("liger._C", info["liger._C"]["reason"]),
             ("built with", built_with),
         ],
     )

@@ -74,7 +74,7 @@ _geglu, _geglu_packed = gated.gated_forms("geglu")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, approximate=TEXT, inplace=FLAG)
+@arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)
 def geglu(
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -115,7 +115,7 @@ def geglu(
     return _geglu((gate, up), inplace, approximate)
 
 
-@arguments(late=True, approximate=TEXT, inplace=FLAG)
+@arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)
 def geglu_packed(
     gate_up: torch.Tensor,
     approximate: Approximate = "none",

@@ -69,7 +69,7 @@ _group_norm = derive("group_norm")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, num_groups=INTEGER, eps=NOT_NEGATIVE)
+@arguments(late=True, enters=True, num_groups=INTEGER, eps=NOT_NEGATIVE)
 def group_norm(
     x: torch.Tensor,
     num_groups: int,

@@ -56,7 +56,7 @@ _layer_norm = derive("layer_norm")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, eps=NOT_NEGATIVE)
+@arguments(late=True, enters=True, eps=NOT_NEGATIVE)
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

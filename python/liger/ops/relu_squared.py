@@ -36,7 +36,7 @@ _relu_squared = derive("relu_squared")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True)
+@arguments(late=True, enters=True)
 def relu_squared(
     x: torch.Tensor,
 ) -> torch.Tensor:

@@ -123,7 +123,7 @@ _fused_add_rms_norm = derive("fused_add_rms_norm")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-_checked = arguments(late=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)
+_checked = arguments(late=True, enters=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)
 
 
 @_checked

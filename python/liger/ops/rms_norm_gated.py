@@ -128,7 +128,7 @@ _rms_norm_gated = derive("rms_norm_gated")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, **NORM)
+@arguments(late=True, enters=True, **NORM)
 def rms_norm_gated(
     x: torch.Tensor,
     gate: torch.Tensor,

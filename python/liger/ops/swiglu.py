@@ -65,7 +65,7 @@ _swiglu, _swiglu_packed = gated.gated_forms("swiglu")
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, inplace=FLAG)
+@arguments(late=True, enters=True, inplace=FLAG)
 def swiglu(
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -100,7 +100,7 @@ def swiglu(
     return _swiglu((gate, up), inplace)
 
 
-@arguments(late=True, inplace=FLAG)
+@arguments(late=True, enters=True, inplace=FLAG)
 def swiglu_packed(
     gate_up: torch.Tensor,
     inplace: bool = False,

@@ -7,15 +7,13 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import torch
-
 from liger._core.runtime import load
 
 ROOT = Path(__file__).parents[3]
 # As TORCH_TARGET_VERSION in cmake/LigerTorch.cmake says.
 OLDEST_TORCH = (2, 10)
-# Not of the stable ABI, which has no autograd nodes: loaded into the torch that it was built with alone.
-NODES = f"libliger_autograd_{load._torch_abi(torch.__version__)}.so"
+# liger._C, which is not of the stable ABI: loaded into the Python and the torch that it was built with alone.
+EXTENSION = f"lib{load._extension_name()}.so"
 
 
 def call(*command, cwd=ROOT, check=True, **environment):

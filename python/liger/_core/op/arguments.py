@@ -16,10 +16,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import is_tensor_like
 
 from ..dtensor.inputs import is_dtensor
 from ..dtensor.mixed import MixedTensors
+from .nodes import entry_of_function
 from .types import CrossEntropyMetric, Reduction
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -279,6 +281,7 @@ def check_one_mesh(op, given, raised):
 def arguments(
     *,
     late: bool = False,
+    enters: bool = False,
     optional: tuple[str, ...] = (),
     used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
@@ -294,6 +297,8 @@ def arguments(
             host time counts; the op itself must refuse everything that the rules refuse. A RuntimeError of
             the op about an argument that has a rule, such as a number of groups that does not divide the
             channels, becomes a ValueError.
+        enters: plain eager calls enter C++ where liger._C is loaded, instead of the function
+            (:func:`.nodes.entry_of_function`). With ``late``.
         used_by: options that only some values of the argument ``loss_type`` read, and these; others do not
             check their ranges.
 
@@ -351,9 +356,15 @@ def arguments(
                 explain(args, keywords, raised)
                 raise
 
+        enter = entry_of_function(function) if enters else None
+
         @functools.wraps(function)
         def explained(*args, **keywords):
             try:
+                if not is_dynamo_compiling() and enter is not None:
+                    results = enter(*args, **keywords)
+                    if results is not NotImplemented:
+                        return results
                 return function(*args, **keywords)
             except _OF_OPS as raised:
                 check_all(args, keywords)

@@ -28,9 +28,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from .nodes import compiled_recorder
+from .nodes import entry_of_op
 
 
 @functools.lru_cache(None)
@@ -83,7 +83,7 @@ def differentiable(op, setup_context, backward):
         return output
 
     _register_formula(op, setup_context, backward)
-    record = compiled_recorder(op, setup_context, backward, _recorder(op, forward, backward))
+    record = _recorder(op, forward, backward)
 
     def call(*args):
         if not is_plain_eager_call(args):
@@ -93,7 +93,16 @@ def differentiable(op, setup_context, backward):
         with _AutoDispatchBelowAutograd():
             return op(*args)
 
-    return call
+    enter = entry_of_op(op, setup_context, backward)
+    if enter is None:
+        return call
+
+    def entered(*args):
+        if not is_dynamo_compiling() and (outputs := enter(*args)) is not NotImplemented:
+            return outputs
+        return call(*args)
+
+    return entered
 
 
 def _recorder(op, forward, backward):

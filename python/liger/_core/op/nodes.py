@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Autograd nodes in C++ (csrc/autograd/nodes.cpp), where their library is loaded.
+"""Entries to C++ (csrc/autograd), where liger._C is loaded.
 
-An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs less
-host time, and calls back into Python for what its schemas do not say: graphs of a backward
-(``create_graph``), transforms, missing gradients.
+An entry takes the arguments of an op, or of the public function of its name, and serves plain eager calls:
+it runs the op, and records a node in C++ where autograd needs one. It returns NotImplemented for all other
+calls, which Python serves. A node calls back into Python for what the schemas of its op do not say: graphs of
+a backward (``create_graph``), transforms, missing gradients.
 """
 
 import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..runtime import load
 
-# Name of an op -> (setup_context, backward, the function that records the node in Python).
-_FORMULAS: dict[str, tuple] = {}
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+# Name of a public function -> its formula in liger._C.
+_FORMULAS: dict[str, Any] = {}
 
 
 class _Context:
@@ -32,30 +37,66 @@ class _Context:
         pass
 
 
-def _backward(name, inputs, outputs, grads, needs_input_grad):
-    setup_context, backward, _record = _FORMULAS[name]
-    ctx = _Context(needs_input_grad)
-    setup_context(ctx, inputs, outputs if len(outputs) > 1 else outputs[0])
-    return list(backward(ctx, *grads))
+def entry_of_op(op, setup_context, backward):
+    """The entry of an op by position, with all its results; None if liger._C is not loaded, or if the
+    backward of the op does not follow from its schemas."""
+    if load.C is None or op.namespace != "liger":
+        return None
+
+    def backward_in_python(inputs, outputs, grads, needs_input_grad):
+        ctx = _Context(needs_input_grad)
+        setup_context(ctx, inputs, outputs if len(outputs) > 1 else outputs[0])
+        return backward(ctx, *grads)
+
+    formula = load.C.formula_of_schemas(op._opname, backward_in_python)
+    if formula is None:
+        return None
+    _FORMULAS[op._opname] = formula
+    parameters = [
+        (a.name, a.default_value) if a.has_default_value() else (a.name,) for a in op._schema.arguments
+    ]
+    return formula.entry(parameters, formula.results, len(parameters))
 
 
-def _record(name, args):
-    outputs = _FORMULAS[name][2](*args)
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+def register_cross_entropy(backward):
+    """The formula of cross_entropy. ``backward(ctx, grad_loss, grad_of_gradient)`` gets the gradient of the
+    forward as the only saved tensor."""
+    if load.C is None:
+        return
+
+    def backward_in_python(_inputs, outputs, grads, needs_input_grad):
+        ctx = _Context(needs_input_grad)
+        ctx.save_for_backward(*outputs)
+        return backward(ctx, *grads)
+
+    _FORMULAS["cross_entropy"] = load.C.formula_of_cross_entropy(backward_in_python)
 
 
-@functools.lru_cache(None)
-def _library():
-    library = torch.library.Library("liger_autograd", "IMPL")
-    library.impl("backward", _backward, "CPU")
-    library.impl("record", _record, "CPU")
-    return library
+def entry_of_function(function):
+    """The entry of a public function with a formula, or None.
+
+    Its parameters have the names of the arguments of the op. The entry does not serve calls in which a
+    parameter that the op does not have is not the default.
+    """
+    if function.__name__ not in _FORMULAS:
+        return None
+    formula = _FORMULAS[function.__name__]
+    known = inspect.signature(function).parameters.values()
+    parameters = [(p.name,) if p.default is p.empty else (p.name, p.default) for p in known]
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
+    return formula.entry(parameters, formula.public_results, positional)
 
 
-def compiled_recorder(op, setup_context, backward, record):
-    """The op that records a node in C++, if there is one for ``op``, else ``record``."""
-    if not load.NODES_LOADED or op.namespace != "liger" or not hasattr(torch.ops.liger_autograd, op._opname):
-        return record
-    _library()
-    _FORMULAS[op._opname] = setup_context, backward, record
-    return getattr(torch.ops.liger_autograd, op._opname).default
+def entering(function: _Callable) -> _Callable:
+    """Decorator of a public function: plain eager calls enter C++ where liger._C is loaded."""
+    enter = entry_of_function(function)
+    if enter is None:
+        return function
+
+    @functools.wraps(function)
+    def entered(*args, **keywords):
+        if not is_dynamo_compiling() and (results := enter(*args, **keywords)) is not NotImplemented:
+            return results
+        return function(*args, **keywords)
+
+    return cast(_Callable, entered)

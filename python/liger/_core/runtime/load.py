@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, autograd nodes only
-into the torch that they were built for."""
+"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, liger._C only into
+the Python and the torch that it was built for."""
 
 import ctypes
 import os
 import re
+import sys
 import warnings
+from importlib.machinery import ExtensionFileLoader
 from importlib.resources import files
+from importlib.util import module_from_spec, spec_from_file_location
 
 import torch
 
@@ -109,20 +112,29 @@ def _torch_abi(version):
     return "_".join(release.groups()[:2]) if release else re.sub("[^0-9A-Za-z]", "_", version)
 
 
-def _load_nodes():
-    """(whether the autograd nodes in C++ are registered, the reason in words)"""
+def _extension_name():
+    """Of the library of liger._C for this Python and this torch."""
+    python = sys.implementation.cache_tag.replace("-", "_") + sys.abiflags
+    return f"liger_C_{python}_torch_{_torch_abi(torch.__version__)}"
+
+
+def _load_extension():
+    """(the module liger._C or None, the reason in words)"""
     if python_nodes():
-        return False, "in Python: LIGER_AUTOGRAD=python"
-    path = _library(f"liger_autograd_{_torch_abi(torch.__version__)}")
+        return None, "not used: LIGER_AUTOGRAD=python"
+    path = _library(_extension_name())
     if path is None:
-        return False, f"in Python: this build has no autograd nodes for torch {torch.__version__}"
+        return None, f"not in this build for Python {sys.version.split()[0]} and torch {torch.__version__}"
+    loader = ExtensionFileLoader("liger._C", str(path))
     try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return False, f"in Python: {path.name} did not load: {error.__cause__ or error}"
-    return True, f"in C++, built for this version of torch ({path.name})"
+        module = module_from_spec(spec_from_file_location("liger._C", path, loader=loader))
+        loader.exec_module(module)
+    except ImportError as error:
+        return None, f"{path.name} did not load: {error}"
+    sys.modules["liger._C"] = module
+    return module, f"built for this Python and this torch ({path.name})"
 
 
 _load_schemas()
 CUDA_LOADED, CUDA_REASON = _load_cuda()
-NODES_LOADED, NODES_REASON = _load_nodes()
+C, C_REASON = _load_extension()

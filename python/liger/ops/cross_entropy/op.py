@@ -35,6 +35,7 @@ from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from ..._core.op.nodes import entering, register_cross_entropy
 from ..._core.op.tensors import check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
 from .rows import (
@@ -147,6 +148,14 @@ _forward_op_ = forbid_autograd("cross_entropy_forward_")
 _backward_op_ = forbid_autograd("cross_entropy_backward_")
 
 
+def _backward_of_gradient(ctx, *grads):
+    ctx.has_gradient = True
+    return _backward(ctx, *grads)
+
+
+register_cross_entropy(_backward_of_gradient)
+
+
 class _Inplace(torch.autograd.Function):
     """cross_entropy_forward with a gradient that overwrites the logits, in the forward (``has_gradient``) or
     the backward.
@@ -248,6 +257,7 @@ def cross_entropy(
     metrics: Sequence[CrossEntropyMetric],
     **options: Unpack[CrossEntropyOptions],
 ) -> CrossEntropyOutput: ...
+@entering
 @together("logits", -1)
 @arguments(inplace=FLAG, **CE_OPTIONS)
 def cross_entropy(

@@ -219,7 +219,7 @@ def check_heads(op, q, k, unsqueeze_dim):
         raise wrong_shape(op, "k", k, f"the batch, tokens and head_dim of q, {tuple(q.shape)}")
 
 
-@arguments(late=True, unsqueeze_dim=INTEGER, interleaved=FLAG, inplace=FLAG)
+@arguments(late=True, enters=True, unsqueeze_dim=INTEGER, interleaved=FLAG, inplace=FLAG)
 def rope(
     q: torch.Tensor,
     k: torch.Tensor,

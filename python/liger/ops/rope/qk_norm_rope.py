@@ -168,7 +168,9 @@ torch.library.register_vmap("liger::qk_norm_rope", _batched)
 # --- public API ---------------------------------------------------------------------------------------------
 
 
-@arguments(late=True, optional=("q_weight", "k_weight"), unsqueeze_dim=INTEGER, interleaved=FLAG, **NORM)
+@arguments(
+    late=True, enters=True, optional=("q_weight", "k_weight"), unsqueeze_dim=INTEGER, interleaved=FLAG, **NORM
+)
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
