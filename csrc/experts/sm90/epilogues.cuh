@@ -11,16 +11,15 @@
 // A lane stores 8 neighbouring columns: transpose_quad() exchanges words of 32 columns within four lanes.
 #pragma once
 
+#include "device/quad.cuh"
 #include "experts/sm90/gate.cuh"
 #include "experts/sm90/grouped_gemm.cuh"
-#include "lm_head/sm90/epilogues/common.cuh"
 
 namespace liger::experts {
 
 using lm_head::high_of;
 using lm_head::low_of;
 using lm_head::pack_pair;
-using lm_head::transpose_quad;
 using Sums = sm90::Sums<kColumns>;
 using TileSums = Sums[kHalves];
 
@@ -245,13 +244,6 @@ struct GradProductEpilogue {
     }
   }
 };
-
-// Transposes an 8 x 8 matrix of 16-bit elements, a row of which is in four lanes.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
-  return transposed;
-}
 
 // a[rows of e].T @ b[rows of e] for every expert e, with gathered rows of a; or with kTransposed the
 // transpose of it.

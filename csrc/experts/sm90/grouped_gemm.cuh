@@ -18,6 +18,7 @@
 #pragma once
 
 #include "experts/sm90/layout.h"
+#include "experts/sm90/ptx.cuh"
 #include "experts/sm90/schedule.h"
 #include "lm_head/sm90/element.cuh"
 #include "lm_head/sm90/gemm/pingpong.cuh"
@@ -119,13 +120,6 @@ __device__ __forceinline__ void load_stage(const GroupedMaps& maps, const Groups
     load_half_b<Epilogue>(maps, groups, tile, k, half, b, arrived, false);
 }
 
-// cp.async of 16 bytes, or zeros.
-__device__ __forceinline__ void copy_or_zero(uint32_t destination, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
 // Sums the units of the experts; first_units has experts + 1 entries. One warp calls it.
 __device__ __forceinline__ void sum_units(const Groups& groups, int* first_units, int lane) {
   int before = 0;
@@ -163,13 +157,13 @@ struct LateSignals {
 
   // After the copies of another stage.
   __device__ __forceinline__ void next(int lane) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
     if (++issued <= kLag) return;
-    asm volatile("cp.async.wait_group %0;" ::"n"(kLag) : "memory");
+    copies_wait<kLag>();
     signal(lane);
   }
   __device__ __forceinline__ void finish(int lane) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    copies_wait<0>();
     for (int left = min(issued, kLag); left > 0; --left) signal(lane);
   }
 
@@ -178,9 +172,7 @@ struct LateSignals {
   __device__ __forceinline__ void signal(int lane) {
     async_fence();
     __syncwarp();
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&full[ring.stage]))
-                   : "memory");
+    if (lane == 0) barrier_arrive(&full[ring.stage]);
     ring.next();
   }
 };
@@ -301,8 +293,7 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
     const uint32_t word = has ? __ldg(reinterpret_cast<const uint32_t*>(bias + column)) : 0;
     const float pair[2] = {lm_head::low_of<T>(word), lm_head::high_of<T>(word)};
 #pragma unroll
-    for (int i = 0; i < 4 * kHalves; ++i)
-      asm volatile("mov.b32 %0, %1;" : "=f"(sums[i / 4][4 * j + i % 4]) : "f"(pair[i % 2]));
+    for (int i = 0; i < 4 * kHalves; ++i) set_sum(sums[i / 4][4 * j + i % 4], pair[i % 2]);
   }
 }
 
@@ -332,7 +323,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ GroupedMaps maps, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared_memory[];
-  __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
+  __shared__ uint64_t full[kStages], empty[kStages];
   constexpr bool kWeights = Epilogue::kWeights;
   __shared__ int first_units[kWeights ? 1 : kMaxExperts + 1];
   unsigned char* const ring_memory = sm90::aligned_ring(shared_memory);
@@ -358,7 +349,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
                              : first_units[groups.experts];
 
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    give_registers();
     if constexpr (kWeights) {
       gather_summed(maps, epilogue, units, cluster, clusters, rank, ring_memory, full, empty);
     } else if constexpr (Epilogue::kGather) {
@@ -378,7 +369,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    take_registers();
     const int group = warpgroup - 1;
     const uint32_t descriptor_a = sm90::descriptor_low(ring_memory),
                    descriptor_b = sm90::descriptor_low(ring_memory + kRows * kTileK * 2);
@@ -391,8 +382,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     const int own_row = warp % 4 * 16;
     Ring<kStages> ring;
     // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop.
-    const auto await_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
-    const auto pass_turn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); };
+    const auto await_turn = [&] { named_barrier_sync(1 + group); };
+    const auto pass_turn = [&] { named_barrier_arrive(2 - group); };
     const auto k_blocks_of = [&](const ExpertTile& tile) {
       return kWeights ? ceil_div(tile.rows, kTileK) : groups.k_blocks;
     };

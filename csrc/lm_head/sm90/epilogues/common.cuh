@@ -14,6 +14,7 @@
 #pragma once
 
 #include "device/integers.h"
+#include "device/quad.cuh"
 #include "lm_head/sm90/element.cuh"
 #include "lm_head/sm90/epilogues/logit_terms.cuh"
 #include "lm_head/sm90/gemm/gemm.cuh"
@@ -70,21 +71,6 @@ struct ChunkRows {
   int first, rows;   // of the chunk; rows is an upper bound
   __device__ __forceinline__ int operator()() const { return max(0, min(rows, *count - first)); }
 };
-
-// Transposes 4 x 4 words over the four lanes of a quad.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    (odd ? w[i] : w[i + 1]) = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + 2], 2);
-    (upper ? w[i] : w[i + 2]) = other;
-  }
-}
 
 // The one-hot term of the gradient.
 struct OneHot {

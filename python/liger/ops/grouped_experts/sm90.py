@@ -55,11 +55,18 @@ def unsupported(a):
         weight = getattr(a, name)
         if not weight.is_contiguous() or weight.data_ptr() % 16:
             return f"{name} is not contiguous or not aligned to 16 bytes"
-    if not a.x.is_cuda or not hasattr(torch.ops.liger_sm90, "takes_experts"):
-        return "the build or the device has no such kernels"
-    if not wgmma_engine_allowed() or not torch.ops.liger_sm90.takes_experts.default(a.x):
-        return "the device has no such kernels, or LIGER_WGMMA is 0"
+    if not _has_kernels(a.x):
+        return "the build or the device has no such kernels, or LIGER_WGMMA is 0"
     return None
+
+
+def _has_kernels(x):
+    return (
+        x.is_cuda
+        and hasattr(torch.ops.liger_sm90, "takes_experts")
+        and wgmma_engine_allowed()
+        and torch.ops.liger_sm90.takes_experts.default(x)
+    )
 
 
 def serves(a):

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// PTX of the grouped GEMMs, beyond lm_head/sm90/gemm/ptx.cuh. No other file here has assembly, so that a test
+// can run them on a CPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/cluster.cuh"
+
+namespace liger::experts {
+
+// The registers of a thread of the producer and of a consumer; the sum over all warpgroups is constant.
+__device__ __forceinline__ void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+}
+
+// cp.async of 16 bytes to a shared address, or zeros.
+__device__ __forceinline__ void copy_or_zero(uint32_t destination, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// Ends a group of copies, and waits until at most kPending groups of this thread have not landed.
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Named barriers of two warpgroups: one waits, the other does not.
+__device__ __forceinline__ void named_barrier_sync(int barrier) {
+  asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int barrier) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
+}
+
+// Sets an accumulator before the mainloop; the compiler moves it nowhere else.
+__device__ __forceinline__ void set_sum(float& sum, float value) {
+  asm volatile("mov.b32 %0, %1;" : "=f"(sum) : "f"(value));
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements, a row of which is in four lanes.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+  return transposed;
+}
+
+}  // namespace liger::experts
