@@ -23,6 +23,7 @@ from liger.triton_kernels import (
     cross_entropy_stats,
     divergence,
     expert_gate,
+    expert_routing,
     expert_sum,
     fused_linear_ce,
     group_norm,
@@ -47,6 +48,7 @@ pytestmark = pytest.mark.skipif(
 CAPABILITIES = [80, 90, 100]
 DTYPES = [torch.bfloat16, torch.float32]
 POINTEES = {
+    torch.bool: "i1",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -101,6 +103,11 @@ def rope_launches(dtype, tokens=9):
         for interleaved in (False, True):
             rope.rope(q, k, *torch.zeros(2, tokens, rotary, dtype=dtype), interleaved)
             rope.rope_backward(q, k, *torch.zeros(2, 2, tokens, rotary), interleaved)
+
+
+def expert_routing_launches(dtype, tokens=9):
+    for experts, choices, index in ((1, 1, torch.int32), (128, 8, torch.int64), (1023, 2, torch.int64)):
+        expert_routing.route(torch.zeros(tokens, choices, dtype=index), experts)
 
 
 def expert_sum_launches(dtype, tokens=9):
@@ -242,6 +249,7 @@ LAUNCHES |= {
     rope: rope_launches,
     qk_norm_rope: qk_norm_rope_launches,
     expert_gate: expert_gate_launches,
+    expert_routing: expert_routing_launches,
     expert_sum: expert_sum_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,

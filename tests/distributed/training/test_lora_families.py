@@ -11,15 +11,21 @@ from test_fsdp2_families import layers_of  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-TARGETS = {"layers": ["q_proj", "down_proj"], "head": ["q_proj", "lm_head"]}
+TARGETS = {"layers": ["q_proj", "down_proj"], "head": ["q_proj", "lm_head"], "experts": ["q_proj"]}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def family(targets):
+    return "qwen3_moe" if targets == "experts" else "qwen3"
 
 
 def make(targets, save_head=False):
-    """qwen3 with adapters that are not trivial; ``save_head``: a trainable copy of the head."""
+    """A model with adapters that are not trivial; ``save_head``: a trainable copy of the head."""
+    settings = {"target_parameters": EXPERTS} if targets == "experts" else {}
     config = peft.LoraConfig(
-        r=4, target_modules=TARGETS[targets], modules_to_save=["lm_head"] if save_head else None
+        r=4, target_modules=TARGETS[targets], modules_to_save=["lm_head"] if save_head else None, **settings
     )
-    model = families.make("qwen3", device="cpu")
+    model = families.make(family(targets), device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = peft.get_peft_model(model, config)
@@ -53,18 +59,21 @@ def wrap_parts(model):
 WRAPPERS = {"root": wrap_fsdp2, "head": wrap_head, "parts": wrap_parts, "ddp": DistributedDataParallel}
 
 
-@pytest.mark.parametrize("targets, save_head", [("layers", False), ("layers", True), ("head", False)])
+@pytest.mark.parametrize("targets, save_head", [("layers", False), ("layers", True), ("head", False), ("experts", False)])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients(wrapper, targets, save_head):
-    inputs = families.batches("qwen3")[0]
+    name = family(targets)
+    inputs = families.batches(name)[0]
     exact = make(targets, save_head).double()
+    if targets == "experts":
+        exact.base_model.model.set_experts_implementation("eager")  # the others refuse float64
     total = sum(exact(**families.to(x, ranks.DEVICE, torch.float64)).loss for x in inputs)
     (total / ranks.WORLD).backward()
     results = []
     for is_patched in (False, True):
         model = make(targets, save_head)
         if is_patched:
-            families.patched(model, "qwen3")
+            families.patched(model, name)
         wrapped = WRAPPERS[wrapper](model)
         grads = []
         for _ in range(2):

@@ -21,6 +21,7 @@ from .grouped_mm import split
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
 _TRITON_SUM = "liger.triton_kernels.expert_sum"
+_TRITON_SORT = "liger.triton_kernels.expert_routing"
 
 
 class Routing:
@@ -35,10 +36,19 @@ class Routing:
         order: (S,) the slot of each row.
         tokens: (S + 1,) the token of each row.
         experts: (S + 1,) an expert for each row: its own, or any for rows without one.
+        valid: (S,) whether the row belongs to an expert.
         inverse: (T, K) the row of each slot.
     """
 
     def __init__(self, top_k_index, num_experts):
+        kernels = triton_module_beside("swiglu", _TRITON_SORT, top_k_index)
+        if kernels is not None and kernels.takes(top_k_index, num_experts):
+            sorted_slots = kernels.route(top_k_index, num_experts)
+            self.ends, self.order, self.tokens, self.experts, self.valid, self.inverse = sorted_slots
+        else:
+            self._sort(top_k_index, num_experts)
+
+    def _sort(self, top_k_index, num_experts):
         slots = top_k_index.numel()
         # A radix sort of short integers takes fewer passes. Negative indices are an error, not sentinels.
         dtype = torch.int16 if num_experts < 2**15 else torch.int32
