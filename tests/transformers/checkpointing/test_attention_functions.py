@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention functions of transformers' interface other than SDPA, with stand-ins for what is not installed."""
+"""Attention that is not SDPA of transformers' interface, with stand-ins for what is not installed."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 import tiny_models
 import transformers
 from combinations import inputs_of, lora, seeded_step
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, attention_first, llama, set_level
+from planned_llama import LAYERS, MOST, PLENTY, attention_first, llama, set_level
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import flash_attention
 
 import liger.transformers as lt
@@ -150,7 +151,7 @@ def test_flash_attn_by_name(implementation, offloaded, flash, monkeypatch):
     rows = given["input_ids"].numel()
     assert planner.plan.layers[1][0] == rows * 4 * (3 * 16 + 1) * 4
     assert (planner.store.moved > planner.store.inputs) == offloaded
-    assert "its attention is not called" not in planner.summary
+    assert "attention alone is not kept" not in planner.summary
 
 
 def test_an_unknown_function_keeps_what_its_ops_save(noisy):
@@ -165,3 +166,66 @@ def test_an_unknown_function_keeps_what_its_ops_save(noisy):
     (planner,) = planners(models[0])
     rows, length = given["input_ids"].shape
     assert planner.plan.layers[1][0] >= rows * 4 * length * (length + 16) * 4
+
+
+# --- SDPA without the interface -----------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A layer of a model that is none of transformers."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2)).tanh()
+
+
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients_of(model, x):
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward()
+    return {"loss": loss.detach()}, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Kernels(TorchDispatchMode):
+    forwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forwards += "_scaled_dot_product" in func.__name__ and "backward" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_selective_checkpointing_where_sdpa_is_called_by_itself(offloaded, monkeypatch):
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    model, x = Stack(), torch.randn(2, 8, 32, requires_grad=True)
+    expected = gradients_of(Stack(), x)
+    lt.checkpoint(model, PLENTY, offload=offloaded)
+    for level in (0, 1, LAYERS, LAYERS + 1):
+        set_level(model, level)
+        with Kernels() as kernels:
+            assert_bits(gradients_of(model, x), expected)
+        if level:
+            nothing, attention, _ = counts(model)
+            assert kernels.forwards == LAYERS + nothing and attention == min(level, 2 * LAYERS - level)
+    (planner,) = planners(model)
+    # The output and a float32 per row and head.
+    assert planner.plan.layers[1] == [16 * (32 + 4) * 4] * LAYERS
+    assert planner.store.moved == planner.store.inputs and bool(planner.store.moved) == offloaded
+    assert "which keeps 0.00 MiB each by torch's selective checkpointing" in planner.summary
