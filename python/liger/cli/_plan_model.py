@@ -67,7 +67,9 @@ def run(name, dtype, tokens, as_json, head_peak):
     if step:
         print(f"\n{_step_table(step, tokens, plain * tokens, recompute * tokens)}")
         print(f"\n{_checkpointed_table(step['checkpointed'])}")
-        print("\nBeyond that: adapters, a layer's other temporaries, CUDA's context, the allocator's fragments.")
+        print(
+            "\nBeyond that: adapters, a layer's other temporaries, CUDA's context, the allocator's fragments."
+        )
     return 0
 
 
@@ -107,7 +109,9 @@ def _checkpointed(step, layers, tokens):
     layer, result = layers.layer * tokens, {}
     whole = layers.inputs + layers.attention
     waiting = {"full": (layers.inputs, 0), "attention kept": (whole, 0)}
-    waiting["offload=True"] = (layers.passing, whole - layers.passing) if whole > layers.passing else (whole, 0)
+    waiting["offload=True"] = (
+        (layers.passing, whole - layers.passing) if whole > layers.passing else (whole, 0)
+    )
     for name, (on_device, on_host) in waiting.items():
         kept = on_device * tokens
         ends = kept + max(head, of_head + layer), weights + layer

@@ -64,7 +64,8 @@ class Probe:
         hidden = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         self.tokens += hidden.numel() // max(hidden.shape[-1], 1)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        with hooks, recomputed.counting(pack), observed(self.attention):
+        attention = self.attention
+        with hooks, recomputed.counting(pack), observed(attention), attention.kernels(self.layer):
             output = function(*args, **kwargs)
         self.bytes += sum(storage.nbytes() for storage in storages.values())
         return output

@@ -147,11 +147,7 @@ class Function:
 
 def intercept(layer):
     """Replaces the functions of transformers' interface that the attention of a layer calls."""
-    for module in layer.modules():
-        table = getattr(sys.modules.get(trials.original(module).__module__), _TABLE, None)
-        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if table is None or name is None or name not in table:
-            continue
+    for table, name in _named(layer):
         function = table[name]
         if not hasattr(function, "_liger_original"):
             replaced = _intercepting(function)
@@ -159,6 +155,19 @@ def intercept(layer):
                 table[name] = replaced
             else:
                 type(table).register(name, replaced)
+
+
+def is_named(layer):
+    """True if the attention of a layer is called by its name in transformers' interface."""
+    return any(True for _ in _named(layer))
+
+
+def _named(layer):
+    for module in layer.modules():
+        table = getattr(sys.modules.get(trials.original(module).__module__), _TABLE, None)
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if table is not None and name is not None and name in table:
+            yield table, name
 
 
 def _intercepting(function):

@@ -51,10 +51,11 @@ def checkpoint(
             measurement. On a CPU it must be in bytes and counts parameters, gradients and the activations of
             layers alone. None ends the planning and restores the checkpointing that the model had before, or
             that other code has turned on or off since.
-        offload: True for the inputs of recomputed layers in pinned host memory until the backward, or the
-            bytes of host memory that they may have. Copies overlap with the work of other layers. What has
-            no room on the host stays on the device. None: as ``activation_checkpointing_enable(offload=)``
-            of transformers asks, and with memory="auto" also after a step that has run out of memory.
+        offload: True for the inputs of recomputed layers, and the attention that they keep, in pinned host
+            memory until the backward, or the bytes of host memory that they may have. Copies overlap with
+            the work of other layers. What has no room on the host stays on the device. None: as
+            ``activation_checkpointing_enable(offload=)`` of transformers asks, and with memory="auto" also
+            where full checkpointing does not fit, as measured steps or an error show.
         tokens: the tokens of the longest step that will come, padding included, on any rank. None: the
             longest step so far.
         group: the process group that runs this model and must agree on a plan. None: all processes.
@@ -66,7 +67,7 @@ def checkpoint(
         TypeError: model is not a module, or memory, offload or tokens have another type.
         ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
             bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
-            model without decoder layers.
+            model without decoder layers; in the first step, ranks with different numbers of layers.
 
     Example::
 

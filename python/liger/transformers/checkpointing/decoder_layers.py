@@ -85,6 +85,8 @@ class Switches:
         self._nothing = (State.NOTHING,) * len(layers)
         # Of each layer, whether attention that it keeps leaves the device.
         self.leaving = [False] * len(layers)
+        # Of each layer, whether torch's selective checkpointing keeps it.
+        self.selective = [False] * len(layers)
         # What the model had asked for in words, where a plan does something else.
         self.replaced = ""
         own = {id(layer) for layer in layers}
@@ -123,7 +125,8 @@ class Switches:
             if state != State.EVERYTHING:
                 function = _checkpointing_of(layer)
             if state == State.ATTENTION:
-                function = KeptAttention(function, self.store if self.leaving[number] else None)
+                store = self.store if self.leaving[number] else None
+                function = KeptAttention(function, store, self.selective[number])
             if function is not keep and self.store.is_on:
                 # The backward asks for the inputs of the last of these layers at once.
                 function = Offloaded(self.store, function, stays=number == last)

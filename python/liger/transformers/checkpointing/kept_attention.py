@@ -12,16 +12,18 @@ dropout.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .attention_calls import observed
-from .offload import OnDevice, can_move
+from .attention_calls import is_named, observed
+from .offload import OnDevice, can_move, with_own_choice
 
 
 class _Kept:
@@ -50,16 +52,22 @@ class KeptAttention:
     Args:
         recompute: torch's non-reentrant checkpoint, which gets the layer and its arguments.
         store: where the kept tensors are, :class:`OnDevice` or a :class:`HostStore`.
+        selective: whether torch's selective checkpointing keeps them, on the device: in a layer that calls
+            SDPA in another way than by transformers' interface.
     """
 
     is_planned = True
 
-    def __init__(self, recompute, store=None):
+    def __init__(self, recompute, store=None, selective=False):
         self.recompute, self.store = recompute, OnDevice() if store is None else store
+        self.selective = selective
 
     def __call__(self, function, *args, **kwargs):
         if torch.compiler.is_compiling():
-            return self.recompute(function, *args, context_fn=_compiled, **kwargs)
+            return self.recompute(function, *args, context_fn=_selective, **kwargs)
+        if self.selective:
+            recompute = with_own_choice(functools.partial(self.recompute, context_fn=_selective))
+            return recompute(function, *args, **kwargs)
         calls = _Calls(self.store)
         return self.recompute(functools.partial(calls.run, function), *args, **kwargs)
 
@@ -234,17 +242,18 @@ def _set_generator(device, state):
         torch.set_rng_state(state)
 
 
-def _compiled():
-    """What compiled code saves of a layer in this state: the outputs of SDPA's kernels."""
-    aten = torch.ops.aten
-    return create_selective_checkpoint_contexts(
-        [
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ]
-    )
+_aten = torch.ops.aten
+_KERNELS = [
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def _selective():
+    """What torch's selective checkpointing keeps: the outputs of SDPA's kernels."""
+    return create_selective_checkpoint_contexts(_KERNELS)
 
 
 # --- measurements -----------------------------------------------------------------------------------------
@@ -258,11 +267,19 @@ class Counter:
         movable: bytes that a :class:`HostStore` would move.
         flops: of all calls.
         refusal: the reason why a call keeps nothing, or None.
+        is_selective: whether only torch's selective checkpointing can keep it.
     """
 
     def __init__(self):
+        self.is_selective = False
         self.bytes = self.movable = self.flops = 0
-        self.refusal: str | None = "its attention is not called through transformers' attention interface"
+        self.refusal: str | None = (
+            "its attention is neither called through transformers' attention interface nor a fused kernel of SDPA"
+        )
+
+    def kernels(self, layer):
+        """Context manager that counts kernels of SDPA in a layer that calls no attention by name."""
+        return contextlib.nullcontext() if is_named(layer) else _Kernels(self)
 
     def attend(self, call):
         self.refusal = call.refusal()
@@ -285,4 +302,21 @@ class Counter:
         self.bytes += sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         self.movable += sum(tensor.nbytes for tensor in kept.values() if can_move(tensor))
         self.flops += call.flops
+        return output
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self, counter):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func in _KERNELS:
+            counter, (query, key) = self.counter, args[:2]
+            counter.refusal, counter.is_selective = None, True
+            counter.bytes += sum(
+                leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
+            )
+            counter.flops += 4 * query.numel() * key.shape[-2]
         return output

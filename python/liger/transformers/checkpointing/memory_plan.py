@@ -134,8 +134,7 @@ class MemoryPlan:
         self._count()
 
     def _count(self):
-        # By level: bytes of layers that keep everything; of attention in other layers on the device, and in host
-        # memory.
+        # By level: bytes of layers that keep everything; of kept attention on the device, and on the host.
         self.costs = []
         for states in self.states:
             rows = list(zip(states, *self.layers, strict=True))

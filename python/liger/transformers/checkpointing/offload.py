@@ -309,7 +309,7 @@ class Offloaded:
     """
 
     def __init__(self, store, function, stays):
-        self.store, self.function, self.stays = store, _with_own_choice(function), stays
+        self.store, self.function, self.stays = store, with_own_choice(function), stays
 
     def __call__(self, function, *args, **kwargs):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -325,7 +325,7 @@ class Offloaded:
             return self.function(function, *args, **kwargs)
 
 
-def _with_own_choice(function):
+def with_own_choice(function):
     """torch's checkpoint with a policy of what to save (context_fn) would warn of hooks around it; the policy
     saves without them."""
     options = getattr(function, "keywords", {})

@@ -24,6 +24,7 @@ def summary(planner):
         average = size_text((on_device + on_host) / attention)
         text += f", {attention} of them but for attention, which keeps {average} each"
         text += " in host memory" if on_host else ""
+        text += " by torch's selective checkpointing" if any(planner.switches.selective) else ""
     if everything:
         average = (plan.cost(kept, ratio) - on_device) / everything
         text += f", {everything} keep {size_text(average)} each"

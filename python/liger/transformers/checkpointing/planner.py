@@ -261,6 +261,7 @@ class Planner:
             is_hidden = not is_measured or hides_copies(times[0], copied)
             leaving = counter.movable if kept and self.store.is_on and is_hidden else 0
             savings[kind] = Saving(probe.bytes + inputs, times[0], kept, times[1], leaving)
+        self.switches.selective = [self.probes[kind].attention.is_selective for kind in kinds]
         refusals = [probe.attention.refusal for probe in self.probes.values()]
         self.refusal = refusal or (refusals[0] if all(refusals) else None)
         self.savings = [savings[kind] for kind in kinds]

@@ -63,7 +63,7 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Bytes per token of layers that are recomputed: what waits for the backward, and what it needs at a time.
+    """Bytes per token of layers that are recomputed: what waits for the backward, and a layer at work.
 
     Attributes:
         inputs: of all layers.
