@@ -11,24 +11,20 @@ model also does it.
 import copy
 import inspect
 import logging
-from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from ..recipe import trials
-from .deferred_logits import DeferredLogits
 from .kind import kind_of
 from .loss import CausalLMRecipe
 from .loss_call import LOSS_KEYWORDS, HeadCall, LossCall
+from .stand_ins import DEFAULTS, HIDDEN, CrossEntropies, Head, Stub, Undecided
 
 logger = logging.getLogger("liger.transformers")
 
-HIDDEN, CLASSES, TOKENS = 16, 20, 5
+CLASSES, TOKENS = 20, 5
 
 # The maximum size of an artificial head's weight: 256 MiB.
 MAX_ELEMENTS = 1 << 26
@@ -71,116 +67,13 @@ def causal_lm(module, fused):
     return CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
 
 
-class _Undecided(RuntimeError):
-    """A stand-in was used in a way that decides nothing about the model."""
-
-
-@dataclass
-class _BackboneOutput(MoeModelOutputWithPast):
-    """The output of a stand-in for the backbone; every other attribute is None."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-class _Stub:
-    """Stand-in for a module other than the head: its plain attributes, but artificial results.
-
-    It returns hidden states unchanged, and for every other input new hidden states.
-    """
-
-    def __init__(self, module, hidden, classes):
-        self._module, self._hidden, self._classes = module, hidden, classes
-
-    def __call__(self, *args, **kwargs):
-        floats = [
-            x
-            for x in (*args, *kwargs.values())
-            if isinstance(x, DeferredLogits) or (isinstance(x, torch.Tensor) and x.is_floating_point())
-        ]
-        if any(not x.dim() or x.shape[-1] in (1, self._classes) for x in floats):
-            if inspect.ismethod(self._module) or next(_tensors(self._module), None) is not None:
-                raise _Undecided("a submodule with parameters was called with logits")
-            return trials.original(self._module).forward(self._module, *args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and args[0].shape[-1:] == (HIDDEN,):
-            return args[0]
-        return _BackboneOutput(last_hidden_state=self._hidden)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = getattr(self._module, name)
-        if isinstance(value, torch.Tensor):
-            raise _Undecided(f"the tensor {name} of a submodule was read")
-        if isinstance(value, nn.Module) or inspect.ismethod(value):
-            return _Stub(value, self._hidden, self._classes)
-        return value
-
-
-def _tensors(module):
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-class _Head:
-    """Stand-in for the lm_head. It records what it reads and computes."""
-
-    _forward_hooks = ()
-
-    def __init__(self, module, weight, bias):
-        self._module, self.weight, self.bias, self.calls = module, weight, bias, []
-        self.in_features, self.out_features = HIDDEN, len(weight)
-
-    def __getattr__(self, name):
-        value = getattr(self.__dict__["_module"], name)
-        if isinstance(value, (torch.Tensor, nn.Module)):
-            raise _Undecided(f"{name} of the head was read")
-        return value
-
-    def __call__(self, x):
-        loss = LossCall.at_head(self, x, self.weight, self.bias)
-        output = nn.functional.linear(x, self.weight, self.bias) if loss is None else loss
-        self.calls.append((x, output))
-        return LossCall.result_of_call(output)
-
-
-_CROSS_ENTROPY = inspect.signature(nn.functional.cross_entropy)
-
-
-class _CrossEntropies(TorchFunctionMode):
-    """Records the calls of torch's cross entropy with logits of some number of classes."""
-
-    def __init__(self, record, classes):
-        super().__init__()
-        self.record, self.classes = record, classes
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is nn.functional.cross_entropy and not self.paused:
-            bound = _CROSS_ENTROPY.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            logits, target = given.pop("input"), given.pop("target")
-            if logits.shape[-1] == self.classes:
-                self.record(logits, target, given)
-        return function(*args, **kwargs)
-
-    paused = False
-
-
-# The options of torch's cross entropy that the loss of a head has.
-_DEFAULTS = {name: p.default for name, p in _CROSS_ENTROPY.parameters.items() if p.default is not p.empty}
-
-
 class _Trial:
     def __init__(self, module, head_name, linear, loss_function, classes, shaped):
         self.module, self.head_name = module, head_name
         self.loss_function, self.shaped = loss_function, shaped
         random = trials.Random()
         self.hidden = random.of_all_scales(TOKENS, HIDDEN).requires_grad_()
-        self.head = _Head(linear, random(classes, HIDDEN), None if linear.bias is None else random(classes))
+        self.head = Head(linear, random(classes, HIDDEN), None if linear.bias is None else random(classes))
         rows = len(trials.SCALES)
         generator = random.generator
         self.labels = torch.randint(CLASSES, (rows, TOKENS), generator=generator, device="cpu")
@@ -258,7 +151,7 @@ class _Trial:
 
     def _decide_direct(self, logits, recorded, keywords, seen):
         """A recipe or a reason for a forward that calls torch's cross entropy."""
-        if keywords != _DEFAULTS:
+        if keywords != DEFAULTS:
             return "it gives the cross entropy options of its own"
         if recorded.numel() != logits.numel():
             return CHANGED
@@ -335,7 +228,7 @@ class _Trial:
                 target = labels
             given.append((logits, target, keywords, True))
 
-        recorder = _CrossEntropies(direct, len(self.head.weight))
+        recorder = CrossEntropies(direct, len(self.head.weight))
 
         def loss_function(logits, labels, vocab_size=None, **keywords):
             given.append((logits, labels, keywords, False))
@@ -363,7 +256,7 @@ class _Trial:
             output = self._forward(model, arguments)
         self.head.calls = []
         if recipe.deferred and not call.is_read:
-            raise _Undecided("it did not compute the cross entropy of its logits")
+            raise Undecided("it did not compute the cross entropy of its logits")
         loss = _loss_of(output)
         return loss, torch.autograd.grad(loss, self.hidden)[0]
 
@@ -385,7 +278,7 @@ class _Trial:
         if config is not None and not self.shaped:
             own["config"] = self._config(config)
         children = {
-            key: _Stub(child, self.hidden, len(self.head.weight))
+            key: Stub(child, self.hidden, len(self.head.weight))
             for key, child in module.named_children()
             if key != name
         }
