@@ -23,6 +23,7 @@ MODULES = {
     "E11": "sharded_mlp",
     "E12": "post_training",
     "E13": "setting_curves",
+    "E15": "scaling",
 }
 
 

@@ -31,10 +31,10 @@ def largest(values, machine):
     return tensor.tolist()
 
 
-def timed_steps(step, batches, machine, steps=training.STEPS):
+def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.WARM_UP):
     """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
     rank."""
-    losses, times = [step(batches[0]) for _ in range(training.WARM_UP)], []
+    losses, times = [step(batches[0]) for _ in range(warm_up)], []
     if machine.gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
