@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""E15: 1, 2, 4 and 8 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much work
-for each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
+"""E15: 1, 2, 4 and 8 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much
+work for each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
 
 Every step also counts the bytes that a rank sends (liger_bench.devices.traffic).
 """
@@ -63,7 +63,7 @@ def cells(tiny):
     return made
 
 
-# --- measuring ------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 
 class OnSequence(training.Training):
@@ -163,7 +163,7 @@ def _step(cell, machine):
     return record
 
 
-# --- report ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 
 def parts(result):

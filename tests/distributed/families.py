@@ -165,9 +165,9 @@ def batch(name, step, rank, ignored=False, images=True):
 def batches(name, steps=3, ignored_rank=None, text_rank=None, data_ranks=ranks.WORLD, **keywords):
     """``[{inputs of rank 0}, {of rank 1}, ...]`` of every step.
 
-    ``data_ranks``: how many ranks have a batch of their own, all by default; with tensor parallelism more
-    ranks share one. Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid
-    label, ``text_rank`` no image; ``keywords``: of every call of the model.
+    Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid
+    label, ``text_rank`` no image; ``keywords``: of every call of the model. ``data_ranks``: how many ranks
+    have a batch of their own, all by default; with tensor parallelism several ranks share one.
     """
     found = []
     for step in range(steps):

@@ -3,8 +3,8 @@
 
     PYTHONPATH=benchmarks python -m liger_bench.devices.traffic
 
-Every collective is taken for a ring: of n ranks, each sends (n - 1) / n of the gathered or scattered tensor, and
-twice as much to reduce it on all ranks. In an exchange of all with all it keeps 1 / n of its tensor.
+Every collective is taken for a ring: of n ranks, each sends (n - 1) / n of the gathered or scattered tensor,
+and twice as much to reduce it on all ranks. In an exchange of all with all it keeps 1 / n of its tensor.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Traffic:
             setattr(dist.ProcessGroup, name, method)
 
 
-# --- predictions, in bytes that each rank sends in a step -----------------------------------------------------
+# --- predictions, in bytes that each rank sends in a step ---------------------------------------------------
 
 
 def fsdp2(parameters, ranks, kept=0, gathered=2, reduced=2):
@@ -114,7 +114,7 @@ def ulysses(tokens, hidden, kv_hidden, layers, ranks, element=2, forwards=2):
     return round((forwards + 1) * exchanged * (ranks - 1) / ranks)
 
 
-# --- a network ------------------------------------------------------------------------------------------------
+# --- a network ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Network:
     latency: float = 10e-6
 
     def seconds(self, sent, ranks, collectives=1):
-        """The time of ``sent`` bytes per rank in so many collectives: the ring is as fast as its slowest link.
+        """The time of ``sent`` bytes per rank in so many collectives: a ring is as fast as its slowest link.
 
-        A ring through several hosts leaves each host once per collective and channel; every GPU has a port of its
-        own, so a channel per GPU uses all ports.
+        Rings through several hosts leave each host once; every GPU has a port of its own, so that as many
+        rings as GPUs use all ports.
         """
         if ranks == 1:
             return 0.0

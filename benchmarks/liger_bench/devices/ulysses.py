@@ -27,7 +27,8 @@ def exchange(tensor, split, joined):
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    """Causal attention of (batch, heads, tokens of this rank, size); an attention function of transformers."""
+    """Causal attention of (batch, heads, tokens of a rank, size), as an attention function of
+    transformers."""
     ranks = dist.get_world_size()
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % ranks:
@@ -54,11 +55,12 @@ def enable(model):
 
 
 def inputs(tokens):
-    """The keywords of a call of the model with the tokens of this rank; the mean of the losses of all ranks is
-    the loss of all tokens.
+    """The keywords of a call of the model with the tokens of this rank; the mean of the losses of all ranks
+    is the loss of all tokens.
 
     Args:
-        tokens: (batch, tokens of the whole sequence), the same on all ranks; a multiple of the number of ranks.
+        tokens: (batch, tokens of the whole sequence), the same on all ranks; as many that the ranks divide
+            them.
     """
     ranks, batch, length = dist.get_world_size(), *tokens.shape
     if length % ranks:
