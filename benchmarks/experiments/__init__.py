@@ -23,6 +23,7 @@ MODULES = {
     "E11": "sharded_mlp",
     "E12": "post_training",
     "E13": "setting_curves",
+    "E14": "headline",
     "E15": "scaling",
 }
 

@@ -81,7 +81,7 @@ def zero3(made, machine, batch, offload=False):
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": zero,
-        "bf16": {"enabled": True},
+        "fp16" if made.size.dtype == torch.float16 else "bf16": {"enabled": True},
         # The optimizers of DeepSpeed are compiled when they are first used.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -66,12 +66,12 @@ def inputs(tokens):
     if length % ranks:
         raise ValueError(f"ulysses.inputs: {length} tokens for {ranks} ranks, expected a multiple")
     mine = slice(dist.get_rank() * length // ranks, (dist.get_rank() + 1) * length // ranks)
-    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:][:, mine].contiguous()
     positions = torch.arange(length, device=tokens.device)[None, mine]
     return {
         "input_ids": tokens[:, mine],
         "position_ids": positions.expand(batch, -1),
-        "labels": labels[:, mine],
-        "shift_labels": labels[:, mine],
+        "labels": labels,
+        "shift_labels": labels,
         "num_items_in_batch": batch * (length - 1) / ranks,
     }

@@ -89,5 +89,9 @@ EXPERIMENTS = {
     "E11": (SHARDED_MLP, ("benchmarks/liger_bench/devices/sharded_mlp.py",)),
     "E12": ((*_LLAMA, *OPS["preference"], "python/liger/trl/"), (*SUITE, *SHARDED_CELLS)),
     "E13": ((*_QWEN3, *_PLANNED, *OPS["tiled_mlp"]), ("benchmarks/experiments/curve_settings.py",)),
+    "E14": (
+        (*_QWEN3, *_LORA, *OPS["geglu"], *OPS["experts"], *OPS["preference"], "python/liger/trl/"),
+        CELLS,
+    ),
     "E15": ((*_LLAMA, *_PLANNED, *OPS["tiled_mlp"], *VOCABULARY), (*SHARDED_CELLS, *_SCALING)),
 }
