@@ -69,8 +69,8 @@ gpu-test-archs:
 sanitize:
 	$(GPU_PYTHON) scripts/sanitize.py $(SANITIZE_TOOLS)
 
-# Two ranks or four: with nccl where there are as many GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is
-# installed.
+# Two ranks, or LIGER_TEST_RANKS=4 or 8: with nccl where there are as many GPUs, else with gloo on the CPU. Tests of
+# DeepSpeed run where it is installed.
 distributed-test:
 	$(GPU_PYTHON) -m pytest tests/distributed $(PYTEST_ARGS)
 

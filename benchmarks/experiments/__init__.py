@@ -23,7 +23,9 @@ MODULES = {
     "E11": "sharded_mlp",
     "E12": "post_training",
     "E13": "setting_curves",
-    "E14": "recomputation",
+    "E14": "headline",
+    "E15": "scaling",
+    "E16": "recomputation",
 }
 
 

@@ -17,7 +17,8 @@ PARTS = {
     "RoPE": ("rope",),
     "tiled MLP": ("tiled_mlp",),
 }
-SHAPES = ((4, 1024), (32, 1024), (4, 8192), (112, 1024))
+# Over batches, then over lengths.
+SHAPES = (*((b, 1024) for b in (4, 8, 16, 32, 64, 112)), *((4, t) for t in (2048, 4096, 8192, 16384)))
 UNPATCHED = "unpatched"
 
 

@@ -2,28 +2,27 @@
 """E9: LoRA, QLoRA, AdamW with 8-bit states and GaLore, with and without liger: losses, speed and memory."""
 
 import importlib
-
-import torch
-
-from liger_bench.models.trainee import quantise
+from dataclasses import replace
 
 from . import pictures, tables, text, training
 from .cells import Experiment
 
-METHODS = ("transformers", "liger", "liger-kernel")
+LAYERS = "liger, LoRA layers"
+METHODS = ("transformers", "liger", LAYERS, "liger-kernel")
 NEEDS = {
     "LoRA": ("peft",),
     "QLoRA": ("peft", "bitsandbytes"),
     "8-bit AdamW": ("bitsandbytes",),
     "GaLore": ("galore_torch", "bitsandbytes"),
 }
+ADAPTERS = {"LoRA": {"lora": 16}, "QLoRA": {"lora": 16, "nf4": True}}
 STEPS = 8
-RANK = 16
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 
 
 def cells(tiny):
-    return training.cells_of_kinds(METHODS, NEEDS, tiny)
+    every = training.cells_of_kinds(METHODS, NEEDS, tiny)
+    return [cell for cell in every if cell.method != LAYERS or cell.size in ADAPTERS]
 
 
 def galore(parameters, named):
@@ -41,38 +40,25 @@ def galore(parameters, named):
 
 
 class Variant(training.Training):
-    """A Training with adapters, quantised weights or another optimizer."""
+    """A Training with another optimizer."""
 
     def __init__(self, kind, *arguments):
         super().__init__(*arguments)
         self.kind = kind
-
-    def make_model(self):
-        model = super().make_model()
-        if self.kind == "QLoRA":
-            quantise(model, self.device)
-        return model
 
     def make_optimizer(self, parameters):
         if self.kind == "8-bit AdamW":
             return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-5)
         if self.kind == "GaLore":
             return galore(list(parameters), list(self.model.named_parameters()))
-        return super().make_optimizer([p for p in parameters if p.requires_grad])
-
-    def build(self):
-        super().build()
-        if self.kind in ("LoRA", "QLoRA"):
-            peft = importlib.import_module("peft")
-            config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-            torch.manual_seed(1)
-            self.call = peft.get_peft_model(self.model, config)
-            self.optimizer = self.make_optimizer(self.call.parameters())
+        return super().make_optimizer(parameters)
 
 
 def measure(cell, machine):
-    given, entered = cell.settings, training.contestant(cell.method, machine)
-    size = training.size_of("1b", machine)
+    given, options = cell.settings, {"lora_linear": True}
+    layers = cell.method == LAYERS
+    entered = training.patched(machine, **options) if layers else training.contestant(cell.method, machine)
+    size = replace(training.size_of("1b", machine), **ADAPTERS.get(cell.size, {}))
     made = Variant(cell.size, entered, size, machine)
     batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
     with entered.context():

@@ -2,12 +2,15 @@
 """E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that
 fits."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+import liger
 from liger_bench.models import sizes as model_sizes
+from liger_bench.models.contestants import Contestant
 
 from . import pictures, sharded_training, tables, training
 from .cells import Cell, Experiment
@@ -15,6 +18,10 @@ from .cells import Cell, Experiment
 ZERO = "1B, ZeRO-3"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
+# Planned checkpointing, which keeps the attention of layers where there is room for it, and the same with inputs
+# of layers in host memory: a plan in all of the memory of the GPU. A CPU has no size of its own.
+PLANNED = {"liger, planned": None, "liger, tiled MLP, planned": None, "liger, tiled MLP, offload": True}
+TINY_MEMORY = 1 << 30
 WIDE = replace(
     model_sizes.FULL_8B,
     config={**model_sizes.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
@@ -41,7 +48,7 @@ def cells(tiny):
     made = []
     for part, model in (("1B", "1b"), ("4 layers of 8B's width", "wide")):
         made += [_cell(m, part, 1, t, model) for t in lengths for m in METHODS]
-    made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for b in batches for m in METHODS]
+    made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for b in batches for m in (*METHODS, *PLANNED)]
     two = [(t, m) for t in lengths for m in METHODS if m != "liger-kernel"]
     two = two[-1:] if tiny else two
     made += [_cell(m, "1B, FSDP2", 1, t, "1b", 2) for t, m in two]
@@ -49,14 +56,27 @@ def cells(tiny):
     return made
 
 
+def _planned(method, machine):
+    """A contestant with a plan, or with the inputs of all layers on the host."""
+    offload, tiled = PLANNED[method], "tiled" in method
+
+    def prepare(model):
+        memory = TINY_MEMORY if machine.tiny else "auto"
+        return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=tiled), memory, offload=offload)
+
+    context = partial(liger.use_backend, training.backend(machine))
+    return Contestant(method, "ours", prepare, context, warm_up=8, is_planned=True)
+
+
 def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
     size = replace(WIDE if wide else training.size_of("1b", machine), warm_up=1, burst=1)
-    entered = (
-        training.patched(machine, tiled_mlp=True)
-        if cell.method == TILED
-        else training.contestant(cell.method, machine)
-    )
+    if cell.method in PLANNED:
+        entered = _planned(cell.method, machine)
+    elif cell.method == TILED:
+        entered = training.patched(machine, tiled_mlp=True)
+    else:
+        entered = training.contestant(cell.method, machine)
     if cell.gpus == 1:
         return training.measure(cell, machine, entered, size)
     shard = sharded_training.fsdp2
@@ -82,7 +102,7 @@ def draw(result):
     figures = {}
     for name, part in parts(result).items():
         label = f"tokens in a step, {name}"
-        (figures[name.replace(" ", "-").replace(",", "").replace("'", "")],) = pictures.training_lines(
+        (figures[re.sub(r"[^\w.-]", "", name.replace(" ", "-"))],) = pictures.training_lines(
             part, label
         ).values()
     return figures

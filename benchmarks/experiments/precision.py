@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and
-states."""
+"""E8: training steps with gradient checkpointing: float16 autocast and a gradient scaler; bfloat16 and
+float16 under ZeRO-3 that offloads weights and states."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,9 +10,9 @@ import torch
 from . import pictures, sharded_training, tables, text, training
 from .cells import Experiment
 
-FP16, ZERO = "fp16 autocast", "ZeRO-3 with offload"
+FP16, ZERO, ZERO_FP16 = "fp16 autocast", "ZeRO-3 with offload", "fp16, ZeRO-3 with offload"
 METHODS = ("transformers", "liger", "liger-kernel")
-NEEDS = {FP16: (), ZERO: ("deepspeed",)}
+NEEDS = {FP16: (), ZERO: ("deepspeed",), ZERO_FP16: ("deepspeed",)}
 
 
 def cells(tiny):
@@ -40,9 +40,10 @@ def measure(cell, machine):
     given = cell.settings
     size = training.size_of("1b", machine)
     entered = training.contestant(cell.method, machine)
-    if cell.size == ZERO:
+    if cell.size != FP16:
+        dtype = torch.float16 if cell.size == ZERO_FP16 else torch.bfloat16
         shard = partial(sharded_training.zero3, batch=given["batch"], offload=True)
-        size = replace(size, dtype=torch.bfloat16)
+        size = replace(size, dtype=dtype)
         return sharded_training.measure(cell, machine, entered, size, shard)
     made = Scaled(entered, replace(size, dtype=torch.float32), machine)
     batches = text.batches(machine, size.config["vocab_size"], 3, given["batch"], given["sequence"])

@@ -101,7 +101,7 @@ def measure(cell, machine):
     import liger.trl
 
     given = cell.settings
-    size = training.size_of("1b", machine)
+    size = training.size_of(given.get("model", "1b"), machine)
     vocabulary = size.config["vocab_size"]
     make = training.Training(training.contestant("transformers", machine), size, machine).make_model
     model, reference = make(), make() if given["trainer"] == "dpo" else None

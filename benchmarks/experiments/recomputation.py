@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""E14: what recomputation costs: plans of a given memory, with and without host memory, against full
+"""E16: what recomputation costs: plans of a given memory, with and without host memory, against full
 checkpointing."""
 
 import functools
@@ -148,5 +148,5 @@ def draw(result):
 
 
 EXPERIMENT = Experiment(
-    "E14", "Recomputation for memory, with and without the host", cells, measure, table, draw
+    "E16", "Recomputation for memory, with and without the host", cells, measure, table, draw
 )

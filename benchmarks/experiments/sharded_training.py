@@ -31,10 +31,10 @@ def largest(values, machine):
     return tensor.tolist()
 
 
-def timed_steps(step, batches, machine, steps=training.STEPS):
+def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.WARM_UP):
     """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
     rank."""
-    losses, times = [step(batches[0]) for _ in range(training.WARM_UP)], []
+    losses, times = [step(batches[0]) for _ in range(warm_up)], []
     if machine.gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -81,7 +81,7 @@ def zero3(made, machine, batch, offload=False):
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": zero,
-        "bf16": {"enabled": True},
+        "fp16" if made.size.dtype == torch.float16 else "bf16": {"enabled": True},
         # The optimizers of DeepSpeed are compiled when they are first used.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

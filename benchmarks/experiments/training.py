@@ -51,10 +51,10 @@ def patched(machine, **options):
 def cells(methods, shapes, order, seconds=150.0, **settings):
     """Cells of every method at every (batch, sequence); ``order`` says by which number memory grows.
 
-    A compiled model takes long to start, so it comes last, and at every second size only.
+    A compiled model takes long to start, so it comes last.
     """
     pairs = [(m, s) for s in coarse_first(shapes) for m in methods if m != COMPILED]
-    pairs += [(m, s) for s in shapes[::2] for m in methods if m == COMPILED]
+    pairs += [(m, s) for s in coarse_first(shapes) for m in methods if m == COMPILED]
     return [
         Cell(
             method,
@@ -136,10 +136,8 @@ class Training(model_trainee.Trainee):
 
 
 def size_of(model, machine):
-    """The Size of bench_model ("1b" or "8b"), or its tiny one."""
-    full = {"1b": model_sizes.FULL, "8b": model_sizes.FULL_8B}[model]
-    size = model_sizes.SELF_TEST if machine.tiny else full
-    return replace(size, warm_up=1, burst=1)
+    """The Size of bench_model with this name in SIZES, or its tiny one."""
+    return replace(model_sizes.size_of(model, machine.tiny), warm_up=1, burst=1)
 
 
 def measure(cell, machine, entered=None, size=None):

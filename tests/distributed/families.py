@@ -19,9 +19,7 @@ from liger.transformers import patch_report
 
 VOCAB, HIDDEN, EXPERTS, IMAGE_TOKEN, TOKENS_PER_IMAGE = 300, 64, 8, 290, 4
 # Sequences of different lengths on the ranks.
-LENGTHS = (13, 9)
-# Ranks with a batch of their own. More ranks than that share one: tensor parallelism.
-DATA_RANKS = len(LENGTHS)
+LENGTHS = (13, 9, 11, 6, 12, 8, 10, 7)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 # Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to,
 # as a share of the largest tensor of a kind.
@@ -144,7 +142,7 @@ def batch(name, step, rank, ignored=False, images=True):
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
     if ALL[name].experts:
-        # Tokens of rank 1 choose four of eight experts, tokens of rank 0 choose all but one.
+        # Tokens of rank 0 choose all experts but one, tokens of other ranks four of eight.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
     labels[0, : 2 + step + 2 * rank] = -100
@@ -164,20 +162,21 @@ def batch(name, step, rank, ignored=False, images=True):
     return inputs
 
 
-def batches(name, steps=3, ignored_rank=None, text_rank=None, **keywords):
-    """``[{inputs of rank 0}, {of rank 1}]`` of every step.
+def batches(name, steps=3, ignored_rank=None, text_rank=None, data_ranks=ranks.WORLD, **keywords):
+    """``[{inputs of rank 0}, {of rank 1}, ...]`` of every step.
 
     Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid
-    label, ``text_rank`` no image; ``keywords``: of every call of the model.
+    label, ``text_rank`` no image; ``keywords``: of every call of the model. ``data_ranks``: how many ranks
+    have a batch of their own, all by default; with tensor parallelism several ranks share one.
     """
     found = []
     for step in range(steps):
         of_ranks = [
             batch(name, step, rank, ignored=rank == ignored_rank, images=rank != text_rank)
-            for rank in range(DATA_RANKS)
+            for rank in range(data_ranks)
         ]
         count = sum(int((inputs["labels"][:, 1:] != -100).sum()) for inputs in of_ranks)
-        more = {"num_items_in_batch": count / DATA_RANKS, "use_cache": False, **keywords}
+        more = {"num_items_in_batch": count / data_ranks, "use_cache": False, **keywords}
         found.append([{**inputs, **more} for inputs in of_ranks])
     return found
 
@@ -239,7 +238,7 @@ def in_float64(model):
     return model
 
 
-def exactly(model, steps):
+def exactly(model, steps, data_ranks=ranks.WORLD):
     """The :class:`Result` of one process in float64, with the batches of all ranks."""
     model = in_float64(model)
     optimizer, losses, grads, before = optimizer_of(model), [], [], weights_of(model)
@@ -247,7 +246,7 @@ def exactly(model, steps):
         optimizer.zero_grad()
         total = 0.0
         for inputs in of_ranks:
-            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / DATA_RANKS
+            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / data_ranks
             loss.backward()
             total += loss.detach()
         losses.append(total)

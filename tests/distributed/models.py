@@ -4,6 +4,7 @@
 import copy
 from types import SimpleNamespace
 
+import ranks
 import torch
 from cases import error
 from torch import nn
@@ -94,10 +95,11 @@ def batch(length, seed, device="cpu", rows=2):
 
 
 def batches_of_ranks(lengths, device="cpu"):
-    """``[[micro-batches of rank 0], [of rank 1]]`` from ``[[their lengths], [...]]``."""
+    """``[[micro-batches of rank 0], [of rank 1], ...]`` from ``[[their lengths], [...]]``, which are repeated
+    for more ranks."""
     return [
-        [batch(length, 10 * rank + i, device) for i, length in enumerate(of_rank)]
-        for rank, of_rank in enumerate(lengths)
+        [batch(length, 10 * rank + i, device) for i, length in enumerate(lengths[rank % len(lengths)])]
+        for rank in range(ranks.WORLD)
     ]
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 IS_RANK = "RANK" in os.environ
 # Processes that run a test, LIGER_TEST_RANKS or two; a file that needs another number sets RANKS.
 DEFAULT_WORLD, WORLDS = int(os.environ.get("LIGER_TEST_RANKS", 2)), (2, 4, 8)
+# For meshes of two dimensions.
+MESH_WORLD = max(4, DEFAULT_WORLD)
 WORLD = int(os.environ["WORLD_SIZE"]) if IS_RANK else DEFAULT_WORLD
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.device_count() >= WORLD

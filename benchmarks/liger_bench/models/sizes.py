@@ -65,6 +65,28 @@ QWEN3_4B = replace(
         "num_attention_heads": 32,
     },
 )  # fmt: skip
+GEMMA3_1B = replace(
+    FULL,
+    name="Gemma-3-1B",
+    family="gemma3_text",
+    config={
+        "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+    },
+    shapes=((4, 1024), (16, 1024)),
+)  # fmt: skip
+# The optimizer of all 48 layers has no room on one GPU.
+QWEN3_MOE = replace(
+    QWEN3_1_7B,
+    name="Qwen3-30B-A3B, 4 layers",
+    family="qwen3_moe",
+    config={
+        **QWEN3_1_7B.config, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+)  # fmt: skip
 SELF_TEST = Size(
     "a tiny Llama",
     {
@@ -79,7 +101,12 @@ SELF_TEST = Size(
 )  # fmt: skip
 
 # Values of --size.
-SIZES = {"1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "qwen3-4b": QWEN3_4B}
+SIZES = {
+    "1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "qwen3-4b": QWEN3_4B, "gemma3-1b": GEMMA3_1B,
+    "qwen3-moe": QWEN3_MOE,
+}  # fmt: skip
+# Settings of tiny stand-ins beyond SELF_TEST's.
+_TINY = {"qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}}
 
 
 def size_of(name, self_test=False, checkpointing=True):
@@ -88,4 +115,5 @@ def size_of(name, self_test=False, checkpointing=True):
     if not self_test:
         return replace(full, checkpointing=checkpointing)
     tiny = "a tiny Llama" if full.family == "llama" else f"a tiny {full.family.capitalize()}"
-    return replace(SELF_TEST, name=tiny, family=full.family, checkpointing=checkpointing)
+    config = {**SELF_TEST.config, **_TINY.get(full.family, {})}
+    return replace(SELF_TEST, name=tiny, family=full.family, config=config, checkpointing=checkpointing)

@@ -74,7 +74,8 @@ class Trainee:
     def _globals(self):
         """Context manager: the contestant's replacements in the module of the model are active only
         inside."""
-        family = self.size.family
+        auto = importlib.import_module("transformers.models.auto.configuration_auto")
+        family = auto.model_type_to_module_name(self.size.family)
         names = vars(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
         before = dict(names)
         names.update(getattr(self, "_replaced", {}))
@@ -89,14 +90,14 @@ class Trainee:
     def make_model(self):
         """The model before the contestant prepares it, with the same weights for every contestant."""
         transformers = importlib.import_module("transformers")
-        name = self.size.family.capitalize()
         settings = {"tie_word_embeddings": True, **self.size.config}
-        config = getattr(transformers, f"{name}Config")(
-            **settings, use_cache=False, attn_implementation="sdpa"
+        config = transformers.AutoConfig.for_model(
+            self.size.family, **settings, use_cache=False, attn_implementation="sdpa"
         )
         torch.manual_seed(0)
         with torch.device(self.device):
-            return getattr(transformers, f"{name}ForCausalLM")(config).to(self.size.dtype).train()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.to(self.size.dtype).train()
 
     def make_optimizer(self, parameters):
         return self.contestant.optimizer(parameters, capturable=self.contestant.captured)

@@ -72,6 +72,8 @@ VOCABULARY = (
 )
 SHARDED_MLP = (*OPS["tiled_mlp"], "python/liger/distributed/rules/")
 
+_SCALING = ("benchmarks/experiments/scaling.py", "benchmarks/liger_bench/devices/ulysses.py")
+
 # Experiment -> what its cells of liger depend on, and what all of its cells depend on.
 EXPERIMENTS = {
     "E1": ((), SUITE),
@@ -87,4 +89,9 @@ EXPERIMENTS = {
     "E11": (SHARDED_MLP, ("benchmarks/liger_bench/devices/sharded_mlp.py",)),
     "E12": ((*_LLAMA, *OPS["preference"], "python/liger/trl/"), (*SUITE, *SHARDED_CELLS)),
     "E13": ((*_QWEN3, *_PLANNED, *OPS["tiled_mlp"]), ("benchmarks/experiments/curve_settings.py",)),
+    "E14": (
+        (*_QWEN3, *_LORA, *OPS["geglu"], *OPS["experts"], *OPS["preference"], "python/liger/trl/"),
+        CELLS,
+    ),
+    "E15": ((*_LLAMA, *_PLANNED, *OPS["tiled_mlp"], *VOCABULARY), (*SHARDED_CELLS, *_SCALING)),
 }

@@ -83,7 +83,7 @@ def batches(name, steps=3):
     for step in range(steps):
         inputs = families.batch(name, step, 0)
         count = int((inputs["labels"][:, 1:] != -100).sum())
-        found.append([{**inputs, "num_items_in_batch": count, "use_cache": False}] * families.DATA_RANKS)
+        found.append([{**inputs, "num_items_in_batch": count, "use_cache": False}] * ranks.WORLD)
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ops and modules with DTensors on a mesh of two dimensions, against one process. Four ranks."""
+"""Ops and modules with DTensors on a mesh of two dimensions, against one process. Four ranks or more."""
 
 import in_shards
 import pytest
@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import liger
 
-RANKS = 4
+RANKS = ranks.MESH_WORLD
 S0, S1, P = Shard(0), Shard(1), Partial()
 # (data parallel, tensor parallel)
-SHAPE = (2, 2)
+SHAPE = (RANKS // 2, 2)
 LIMIT = 64 * torch.finfo(torch.float32).eps
 
 

@@ -65,7 +65,7 @@ def test_patched_llama(tiled_mlp, static_graph, tied):
     """A patched Hugging Face model, whose tied weight gets one gradient from the lookup and the head
     together."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
     count = (inputs["labels"][:, 1:] != -100).sum()
     expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
     liger.patch(model, tiled_mlp=tiled_mlp, tiled_mlp_num_shards=2 if tiled_mlp else None)
@@ -85,7 +85,7 @@ def test_gradient_added_by_the_head(tied, bucket_view):
     """accumulate_grad_weight: the reduction starts after the head, and the lookup of a tied weight, have
     added."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
     count = (inputs["labels"][:, 1:] != -100).sum()
     expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
     liger.patch(model, accumulate_grad_weight=True)

@@ -91,7 +91,7 @@ def test_patched_llama(tied, offload):
     """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is
     gathered."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
     count = (inputs["labels"][:, 1:] != -100).sum()
     plain = tiny_models.twin(model)
     expected = tiny_models.step(plain, **inputs, num_items_in_batch=count)

@@ -14,7 +14,7 @@ import liger
 
 def sharded(tied, **options):
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
     count = (inputs["labels"][:, 1:] != -100).sum()
     expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
     liger.patch(model, accumulate_grad_weight=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Patched models on meshes of two dimensions: tensor parallel along one, fully_shard along the other. Four
-ranks."""
+ranks or more."""
 
 import families
 import pytest
@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from liger.transformers import patch_report
 from liger.transformers.checkpointing import methods
 
-RANKS = 4
-DATA, TENSOR = 2, 2
+RANKS = ranks.MESH_WORLD
+DATA, TENSOR = RANKS // 2, 2
 
 
 def mesh():
@@ -69,13 +69,13 @@ def train(model, steps):
 
 def compare(name, make, dtype=torch.float32, steps=None, report=None):
     """``make(patched)``: the model on the mesh."""
-    steps = families.batches(name) if steps is None else steps
+    steps = families.batches(name, data_ranks=DATA) if steps is None else steps
     ours, theirs = make(True), make(False)
     assert isinstance(ours, FSDPModule) and isinstance(theirs, FSDPModule)
     assert any(isinstance(p, DTensor) and p.device_mesh.ndim == 2 for p in ours.parameters())
     if report is not None:
         report(ours)
-    exact = families.exactly(families.make(name, tied=False), steps)
+    exact = families.exactly(families.make(name, tied=False), steps, DATA)
     families.assert_as_exact(train(ours, steps), train(theirs, steps), exact, dtype)
     # After the training: the weights of the root stay gathered after a forward without a backward.
     assert_head_computes_loss(ours, steps[0])

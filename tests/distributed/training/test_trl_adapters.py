@@ -20,7 +20,7 @@ OPTIONS = {"use_cpu": not ranks.ON_GPU, "per_device_train_batch_size": PER_RANK}
 
 
 def grpo(folder):
-    options = OPTIONS | {"per_device_train_batch_size": 2 * PER_RANK, "beta": 0.0}
+    options = OPTIONS | {"per_device_train_batch_size": ranks.WORLD * PER_RANK, "beta": 0.0}
     trainer = made.sampling(folder, policy=made.model(), **options)
     # The training loop sets it.
     trainer.current_gradient_accumulation_steps = 1
@@ -42,8 +42,8 @@ def loss_of_pairs(trainer, wrapped, rows, share):
 
 def loss_of_samples(trainer, wrapped, rows, share):
     generator = torch.Generator().manual_seed(2)
-    shape = 2 * PER_RANK, 6
-    lengths = torch.tensor([3, 6, 1, 5]).unsqueeze(1)
+    shape = ranks.WORLD * PER_RANK, 6
+    lengths = torch.tensor([3, 6, 1, 5]).repeat(ranks.WORLD // 2).unsqueeze(1)
     inputs = {
         "prompt_ids": torch.randint(3, 200, (shape[0], 4), generator=generator),
         "prompt_mask": torch.ones(shape[0], 4, dtype=torch.int64),
@@ -59,7 +59,7 @@ def loss_of_samples(trainer, wrapped, rows, share):
 
 
 def loss_of_texts(trainer, wrapped, rows, share):
-    count = (collated(trainer, range(2 * PER_RANK))["labels"][:, 1:] != -100).sum()
+    count = (collated(trainer, range(ranks.WORLD * PER_RANK))["labels"][:, 1:] != -100).sum()
     # The trainer multiplies by the number of ranks, also where one has all of the tokens.
     return trainer.compute_loss(
         wrapped, collated(trainer, rows), num_items_in_batch=count * ranks.WORLD * share
@@ -67,7 +67,7 @@ def loss_of_texts(trainer, wrapped, rows, share):
 
 
 def loss_of_conversations(trainer, wrapped, rows, share):
-    count = (collated(trainer, range(2 * PER_RANK))["labels"][:, 1:] != -100).sum()
+    count = (collated(trainer, range(ranks.WORLD * PER_RANK))["labels"][:, 1:] != -100).sum()
     return trainer.compute_loss(wrapped, collated(trainer, rows), num_items_in_batch=count * share)
 
 
@@ -103,7 +103,7 @@ WAYS = {"ddp": ddp, "fsdp2": fsdp2, "fsdp2 head": lambda model: fsdp2(model, hea
 def test_matches_one_process(tmp_path, case, way):
     make, loss_of = CASES[case]
     plain = make(tmp_path)
-    expected = loss_of(plain, plain.model, list(range(2 * PER_RANK)), 1.0)
+    expected = loss_of(plain, plain.model, list(range(ranks.WORLD * PER_RANK)), 1.0)
     expected.backward()
     trainer = make(tmp_path)
     for frozen in ("ref_model", "teacher_model"):

@@ -19,7 +19,7 @@ import liger.trl
 def test_matches_one_process(tmp_path, case):
     make, loss_of = CASES[case]
     plain = make(tmp_path)
-    expected = loss_of(plain, plain.model, list(range(2 * PER_RANK)), 1.0)
+    expected = loss_of(plain, plain.model, list(range(ranks.WORLD * PER_RANK)), 1.0)
     expected.backward()
     trainer, engines = make(tmp_path), []
     if getattr(trainer, "ref_model", None) is not None:

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""E15: 1, 2, 4 and 8 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much
+work for each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
+
+Every step also counts the bytes that a rank sends (liger_bench.devices.traffic).
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import liger
+from liger_bench.devices import on_ranks, traffic, ulysses, vocabulary
+from liger_bench.devices.vocabulary_report import ONE, SHARDED
+from liger_bench.harness import Options
+from liger_bench.models.contestants import Contestant
+
+from . import sharded_training, tables, text, training
+from .cells import Cell, Experiment
+
+HEAD, WEAK, LONG = "head", "FSDP2", "one sequence"
+GPUS = (1, 2, 4, 8)
+HEADS = tuple((op, tokens, 4096, 128256) for op in vocabulary.OPS for tokens in (8192, 16384))
+# Model -> (batch, sequence) of each GPU.
+WEAK_SHAPES = {"1b": (16, 1024), "8b": (16, 512)}
+WEAK_METHODS = ("transformers", "liger-kernel", "liger")
+TILED, PLANNED = "liger, tiled MLP", "liger, tiled MLP, planned checkpointing"
+LENGTHS = (131072, 262144, 524288)
+# Of the GPU; the rest is for the framework, NCCL and fragments.
+PLANNED_SHARE = 0.85
+# Steps of a sequence from this length on are warmed up and measured once.
+LONG_STEP = 262144
+
+
+def _cell(part, method, what, gpus, order, seconds, **settings):
+    size = f"{part} {what}, {gpus} GPU{'s' * (gpus > 1)}"
+    needs = ("liger_kernel", "triton") if method == "liger-kernel" else ()
+    settings |= {"part": part, "what": what}
+    # Other numbers of GPUs need another memory: only longer sequences follow from shorter ones.
+    ladder = f"{method} {part} {gpus}" if part == LONG else f"{method} {size}"
+    return Cell(method, size, order, settings, needs, gpus, seconds, ladder)
+
+
+def cells(tiny):
+    """Few GPUs first: a loan of fewer GPUs then leaves the rest for another one."""
+    made = []
+    for gpus in (1, 2, 4) if tiny else GPUS:
+        if gpus > 1:
+            for head in [(op, 64, 16, 50) for op in vocabulary.OPS] if tiny else HEADS:
+                op, tokens, hidden, classes = head
+                what = f"{op} {tokens}x{hidden}x{classes}"
+                made.append(_cell(HEAD, "liger", what, gpus, gpus, 180, head=head))
+        for model, (batch, sequence) in ({"1b": (2, 16)} if tiny else WEAK_SHAPES).items():
+            what = f"{model.upper()} {batch}x{sequence}"
+            given = {"model": model, "batch": batch, "sequence": sequence}
+            made += [_cell(WEAK, m, what, gpus, gpus, 240, **given) for m in WEAK_METHODS]
+        if gpus > 1:
+            for length in (32,) if tiny else LENGTHS:
+                given = {"model": "8b", "batch": 1, "sequence": length}
+                methods = (TILED,) if tiny or length >= LONG_STEP else (TILED, PLANNED)
+                made += [_cell(LONG, m, f"8B 1x{length}", gpus, length, 450, **given) for m in methods]
+    return made
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+class OnSequence(training.Training):
+    """A Training on a sequence whose tokens are spread over the ranks."""
+
+    def make_model(self):
+        return ulysses.enable(super().make_model())
+
+    def eager_step(self, tokens):
+        loss = self.call(**ulysses.inputs(tokens)).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def _planned(model):
+    memory = int(PLANNED_SHARE * torch.cuda.get_device_properties().total_memory)
+    return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=True), memory)
+
+
+def _contestant(method, machine):
+    if method == TILED:
+        return training.patched(machine, tiled_mlp=True)
+    if method == PLANNED:
+        return Contestant(PLANNED, "ours", _planned, warm_up=8, is_planned=True)
+    return training.contestant(method, machine)
+
+
+def measure(cell, machine):
+    sharded_training.start(machine)
+    record = _head(cell, machine) if cell.settings["part"] == HEAD else _step(cell, machine)
+    dist.destroy_process_group()
+    return {**record, "ranks": cell.gpus}
+
+
+def _head(cell, machine):
+    head = vocabulary.Head(*cell.settings["head"])
+    backend = training.backend(machine)
+    options = Options(device=machine.device.partition(":")[0], size="full", backends=(backend,))
+    if machine.tiny:
+        options = replace(options, dtype=torch.float32)
+    (found,) = vocabulary.measure_all([head], options, 7, cell.seconds / 2, torch.device(machine.device))
+    if found["status"] != "ok":
+        raise RuntimeError(f"relative error {found['error']:.2g}")
+    work = vocabulary.works(head, head.inputs(options))[SHARDED]
+    with traffic.Traffic() as counted:
+        work.run()
+    found["sent_bytes"] = counted.total
+    found["predicted_bytes"] = traffic.vocabulary(head.tokens, head.hidden, cell.gpus)
+    del found["status"]
+    return found
+
+
+def _step(cell, machine):
+    given, long = cell.settings, cell.settings["part"] == LONG
+    size = training.size_of(given["model"], machine)
+    if long and not machine.tiny:
+        size = replace(size, config={**size.config, "max_position_embeddings": max(LENGTHS)})
+    made = (OnSequence if long else training.Training)(_contestant(cell.method, machine), size, machine)
+    ranks, rank = cell.gpus, dist.get_rank()
+    count = training.STEPS * (1 if long else ranks)
+    batches = text.batches(machine, size.config["vocab_size"], count, given["batch"], given["sequence"])
+    batches = batches if long else batches[rank::ranks]
+    parameters = kept = None
+    with made.contestant.context():
+        made.build()
+        parameters = sum(p.numel() for p in made.model.parameters())
+        kept = parameters - sum(p.numel() for p in made.model.model.layers.parameters())
+        if made.contestant.is_planned:
+            warm_up, steps = made.contestant.warm_up, training.STEPS
+        else:
+            once = given["sequence"] >= LONG_STEP
+            warm_up, steps = (1, 1) if once else (training.WARM_UP, training.STEPS)
+        on_ranks.shard(made.model, machine.device)
+        if machine.gpu:
+            torch.cuda.empty_cache()  # Each rank made the whole model in float32.
+        made.optimizer = made.make_optimizer(made.model.parameters())
+        with traffic.Traffic() as counted:
+            made.step(batches[0])
+        record = sharded_training.timed_steps(made.step, batches, machine, steps, warm_up)
+    element = torch.empty((), dtype=size.dtype).element_size()
+    predicted = traffic.fsdp2(parameters, ranks, kept, element, element)
+    config = made.model.config
+    if long:
+        head = config.hidden_size // config.num_attention_heads
+        key_heads = max(config.num_key_value_heads, ranks)
+        predicted += traffic.ulysses(
+            given["batch"] * given["sequence"], config.hidden_size, key_heads * head, config.num_hidden_layers,
+            ranks, element, forwards=2 if size.checkpointing else 1,
+        )  # fmt: skip
+        # Ranks share the tokens, of which timed_steps counts a batch for each.
+        record["tokens_per_second"] /= ranks
+    record |= {"sent_bytes": counted.total, "predicted_bytes": predicted}
+    if made.contestant.is_planned:
+        record["plan"] = liger.transformers.patch_report(made.model).checkpointing
+    return record
+
+
+# --- report -------------------------------------------------------------------------------------------------
+
+
+def parts(result):
+    """{what was measured: its cells, by the number of GPUs and the method}"""
+    found = {}
+    for cell in sorted(result["cells"].values(), key=lambda c: c["gpus"]):
+        found.setdefault(cell["size"].rpartition(",")[0], []).append(cell)
+    return found
+
+
+def per_gpu(cell):
+    return cell["tokens_per_second"] / cell["gpus"]
+
+
+def _sent(cell):
+    return f"{cell['sent_bytes'] / 1e9:.3f} / {cell['predicted_bytes'] / 1e9:.3f}"
+
+
+def _head_rows(cells):
+    for cell in cells:
+        ratio = cell["contestants"][ONE]["ms"] / cell["contestants"][SHARDED]["ms"]
+        memory = [f"{cell['contestants'][name]['peak_mib']:.0f}" for name in (ONE, SHARDED)]
+        yield [str(cell["gpus"]), f"{ratio:.2f}", f"{cell['speed']:.3f}", " / ".join(memory), _sent(cell)]
+
+
+def _step_rows(cells):
+    alone = {c["method"]: per_gpu(c) for c in cells if c["gpus"] == 1}
+    for cell in cells:
+        first = alone.get(cell["method"])
+        share = "" if first is None else f"{per_gpu(cell) / first:.3f}"
+        peak = tables.gib(cell["peak_bytes"])
+        yield [str(cell["gpus"]), cell["method"], f"{per_gpu(cell):.0f}", share, peak, _sent(cell)]
+
+
+def table(result):
+    """A table of each part. Only what was measured has a row."""
+    texts = []
+    for what, cells in parts(result).items():
+        done = [c for c in cells if c["status"] == "ok"]
+        others = [f"{c['method']} on {c['gpus']}: {tables.shape(c)}" for c in cells if c["status"] != "ok"]
+        texts.append(f"**{what}**")
+        if what.startswith(HEAD):
+            header = ["GPUs", "x one GPU", "of ideal", "peak MiB, one GPU / each", "GB sent / predicted"]
+            rows = _head_rows(done)
+        else:
+            header = [
+                "GPUs",
+                "method",
+                "tokens/s per GPU",
+                "of one GPU",
+                "peak of a rank",
+                "GB sent / predicted",
+            ]
+            rows = _step_rows(done)
+        texts.append(tables.markdown(header, rows))
+        if others:
+            texts.append(f"{'; '.join(others)}.")
+    return "\n\n".join(texts)
+
+
+EXPERIMENT = Experiment("E15", "Scaling on one host", cells, measure, table, lambda result: {})
