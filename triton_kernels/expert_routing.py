@@ -30,9 +30,7 @@ def _experts_of(index_ptr, slots, n_slots, n_experts):
 
 # The number of slots depends on the batch.
 @triton.jit(do_not_specialize=["n_slots", "chunk"])
-def count_kernel(
-    index_ptr, counts_ptr, n_slots, chunk, n_experts, BINS: tl.constexpr, BLOCK: tl.constexpr
-):
+def count_kernel(index_ptr, counts_ptr, n_slots, chunk, n_experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     counts = tl.zeros((BINS,), dtype=tl.int32)
     end = tl.minimum((program + 1) * chunk, n_slots)
@@ -110,9 +108,7 @@ def route(top_k_index, num_experts):
     valid = new(slots, dtype=torch.bool)
     index = top_k_index.contiguous()
     with on_device_of(index):
-        count_kernel[(chunks,)](
-            index, counts, slots, chunk, num_experts, bins, _COUNTED
-        )
+        count_kernel[(chunks,)](index, counts, slots, chunk, num_experts, bins, _COUNTED)
         sort_kernel[(chunks,)](
             index, counts, ends, order, tokens, experts, valid, inverse, slots, chunk, chunks, num_experts,
             choices, bins, _COMPARED, max(_READ // bins, 1),

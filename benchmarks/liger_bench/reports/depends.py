@@ -94,4 +94,5 @@ EXPERIMENTS = {
         CELLS,
     ),
     "E15": ((*_LLAMA, *_PLANNED, *OPS["tiled_mlp"], *VOCABULARY), (*SHARDED_CELLS, *_SCALING)),
+    "E16": ((*_LLAMA, *_PLANNED), CELLS),
 }

@@ -101,7 +101,9 @@ def low_products(x, parts):
 def _are_exact(x, factor):
     """Whether PEFT would multiply these in float32: autocast is off, and x has 16 bits."""
     return (
-        factor.dtype == torch.float32 and x.dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
+        factor.dtype == torch.float32
+        and x.dtype.itemsize == 2
+        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
