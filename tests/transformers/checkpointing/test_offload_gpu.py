@@ -18,6 +18,7 @@ from planned_llama import PLENTY
 
 import liger
 import liger.transformers as lt
+from liger.transformers.checkpointing import planner as planning
 from liger.transformers.checkpointing.checkpoint import planners
 from liger.transformers.checkpointing.copy_streams import CudaStreams
 
@@ -54,8 +55,10 @@ def step(model, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("bound", [True, 3 * 2**23, "some layers", "attention", "lora"])
-def test_same_bits(bound):
+def test_same_bits(bound, monkeypatch):
     """Steps of several lengths, so that the pool is used again at other places."""
+    # Narrow layers compute for less time than their copies take.
+    monkeypatch.setattr(planning, "hides_copies", lambda microseconds, size: True)
     models = [make() for _ in range(2)]
     if bound == "lora":
         models = [lora(model, "q_proj", "down_proj", init_lora_weights=False) for model in models]
@@ -76,7 +79,7 @@ def test_same_bits(bound):
             optimizer.zero_grad()
     assert planner.store.moved > 0 and (planner.store.refused > 0) == (bound == 3 * 2**23)
     assert planner.step.kept == level
-    if bound == "attention" and any(planner.switches.leaving):
+    if bound == "attention":
         assert planner.plan.counts(level) == (0, LAYERS, 0) and planner.store.moved > planner.store.inputs
 
 
