@@ -14,7 +14,7 @@ import liger
 from liger._core.runtime.environment import triton_interpreted
 from liger.ops.tiled_mlp.op import _forward_op
 from liger.ops.tiled_mlp.plan import Problem, block_columns, plan_tiles
-from liger.ops.tiled_mlp.shards import ParameterGradient
+from liger.ops.tiled_mlp.shards import ParameterGradient, Projections
 
 HIDDEN, INTERMEDIATE = 24, 40
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -363,3 +363,15 @@ def test_bad_budget_in_the_environment(device, bad, monkeypatch):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", bad)
     with pytest.raises(ValueError, match="LIGER_MEMORY_BUDGET: expected a positive number of bytes"):
         liger.tiled_mlp(*make(device))
+
+
+def test_the_gradients_of_gate_and_up_are_summed_with_one_rounding_less(device):
+    """The second GEMM adds to the first one's result, where autograd would add two rounded results."""
+    grads = [torch.randn(128, 192, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [torch.randn(192, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    out = torch.empty(128, 64, device=device, dtype=torch.bfloat16)
+    Projections(*weights, None, None, 192).write_grad_x(grads, out)
+    exact = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
+    added = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+    error, twice = ((found.double() - exact).norm() / exact.norm() for found in (out, added))
+    assert error < 2.2e-3 < twice
