@@ -99,7 +99,7 @@ def fused_linear_ce_forward(a):
         if need_grad_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
         if need_grad_input:
-            # Last, because x may be stored in these rows of grad_input.
+            # This product comes last: x may be stored in these rows of grad_input.
             torch.mm(logits, weight, out=grad_input[start : start + count])
         start, done = start + count, 0
 

@@ -81,7 +81,7 @@ class ValidRows {
     readback_.mark(stream);
   }
 
-  // Waits for the index; launch other work before.
+  // The host waits for the index. Call it after other work has been launched.
   void wait() { readback_.wait(); }
   int64_t count() const { return readback_.numbers()[0]; }
   int64_t leading_count() const { return readback_.numbers()[1]; }

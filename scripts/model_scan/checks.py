@@ -146,7 +146,7 @@ def _bfloat16_difference(exact_model, narrow, batch):
         ("loss", "gradients"), (exact_loss.abs().item(), norm), errors[1], errors[0], strict=True
     ):
         if not ours <= 2 * reference + 0.01 * scale:
-            return f"the error of the {what} is {ours:.2g}, that of the model {reference:.2g}"
+            return f"the error of the {what} is {ours:.2g}, the error of the model {reference:.2g}"
     return None
 
 

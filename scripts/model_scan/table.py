@@ -38,8 +38,7 @@ also changed by one rounding.
 | resized vocabulary | training after `resize_token_embeddings`, before and after patching |
 | unpatch | the classes and, bit by bit, the numbers after `liger.unpatch` |
 
-A number in brackets refers to the [reasons](#reasons). Counts are those of the tiny models, which have a layer of every
-kind.
+A number in brackets refers to the [reasons](#reasons). Counts are of the tiny models, which have a layer of every kind.
 
 | model type | class | loss | replaced | not replaced | checks |
 |---|---|---|---|---|---|

@@ -291,9 +291,10 @@ def test_generation_and_plain_calls_are_as_before(tmp_path):
 def test_one_call_patches_the_layers_too(tmp_path, capfd):
     trainer = liger.trl.patch(made.dpo(tmp_path))
     for model in (trainer.model, trainer.ref_model):
-        replaced = liger.transformers.patch_report(model).replaced
-        assert {"rms_norm", "rope", "swiglu"} <= set(replaced.values())
-    assert capfd.readouterr().err.count("liger.trl.patch: LlamaForCausalLM: ") == 2
+        report = liger.transformers.patch_report(model)
+        assert {"trainer_loss", "rms_norm", "rope", "swiglu"} <= set(report.replaced.values())
+        assert not report.not_asked_for
+    assert capfd.readouterr().err.count("liger.trl.patch: LlamaForCausalLM: 1 x trainer_loss") == 2
 
 
 def test_layers_that_are_patched_keep_their_options(tmp_path, capfd):

@@ -27,7 +27,7 @@ VARIABLES = {
     "LIGER_COMPAT_OVERRIDE": "0 (read by liger.compat)",
     "TRITON_INTERPRET": "0",
     "LIGER_BUILD_CUDA": "auto (read when building)",
-    "LIGER_CUDA_ARCHS": "those of the GPUs at hand, else all (read when building)",
+    "LIGER_CUDA_ARCHS": "the GPUs at hand, else all (read when building)",
 }
 # The readers of variables that are read after the import of liger, which does not check them.
 _READERS = {

@@ -186,7 +186,7 @@ class Batch:
 
 
 def gather_tokens(per_token: Tensor, index: Tensor) -> Tensor:
-    """(S, L) from one value per token of a packed batch; padding has the value of some token."""
+    """(S, L) values from one value per token of a packed batch. Padding gets the value of any token."""
     flat = per_token.reshape(-1)
     # An empty batch has no row that an index could read.
     return flat[index] if flat.shape[0] else flat.new_zeros(index.shape)

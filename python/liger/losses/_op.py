@@ -121,7 +121,7 @@ def _made_again(name):
 
 
 def _owner(name):
-    """The object with the function of this name."""
+    """The loss that the function of this name belongs to."""
     owner = _functions.get(name)
     if owner is not None:
         return owner

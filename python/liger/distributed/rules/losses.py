@@ -35,8 +35,8 @@ _REQUEST_FLAG = {
 
 
 def _tokens_of(tensor):
-    """Placements of (N, ...) with only N sharded: also where another dimension is sharded, or the tensor is
-    partial."""
+    """Placements of (N, ...) that shard N. A mesh dimension that shards another dimension, or has partial
+    sums, shards N as well."""
     return tuple(
         p if p.is_replicate() or same == p else Shard(0)
         for p, same in zip(tensor.placements, restrict_sharding(tensor, (0,)), strict=True)

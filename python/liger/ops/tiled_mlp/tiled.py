@@ -200,7 +200,7 @@ class _Tiled(torch.autograd.Function):
         ctx.sharding, ctx.names, ctx.autocast = sharding, names, _AutocastState(tensors[0].device.type)
         ctx.find_parameters, ctx.states = find_parameters, [] if preserve_rng_state else None
         count = 1 + len(sharding.sharded)
-        # Not the parameters: hooks on saved tensors (checkpoint, save_on_cpu) would return copies of them.
+        # Parameters are not saved: hooks on saved tensors (checkpoint, save_on_cpu) would return copies.
         ctx.save_for_backward(*tensors[: count + len(names)])
         shared = dict(zip(names, tensors[count : count + len(names)], strict=True))
         result = _run_shards(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)

@@ -98,7 +98,7 @@ def _names(module, recipe, norms):
 
 
 class _Recorded(DeferredNorm):
-    """Records in ``norm.uses`` what becomes of it."""
+    """A deferred norm that records its uses in ``norm.uses``."""
 
     def heads(self):
         self.norm.uses.append("heads")

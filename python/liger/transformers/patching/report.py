@@ -184,7 +184,8 @@ def patch_report(model: nn.Module) -> PatchReport:
             id(part) for module in modules.values() for part in covered_parts(module, recipe_of(module))
         }
         for name, module in modules.items():
-            if recipe_of(module) is None and name not in report.left and id(module) not in covered:
+            known = recipe_of(module) is not None or name in report.replaced or name in report.left
+            if not known and id(module) not in covered:
                 if NOT_ASKED in module.__dict__:
                     report.not_asked_for[name] = module.__dict__[NOT_ASKED]
                 elif (what := _not_looked_at(module)) is not None:
