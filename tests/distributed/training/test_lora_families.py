@@ -59,7 +59,9 @@ def wrap_parts(model):
 WRAPPERS = {"root": wrap_fsdp2, "head": wrap_head, "parts": wrap_parts, "ddp": DistributedDataParallel}
 
 
-@pytest.mark.parametrize("targets, save_head", [("layers", False), ("layers", True), ("head", False), ("experts", False)])
+@pytest.mark.parametrize(
+    "targets, save_head", [("layers", False), ("layers", True), ("head", False), ("experts", False)]
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients(wrapper, targets, save_head):
     name = family(targets)
