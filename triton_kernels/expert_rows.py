@@ -3,9 +3,9 @@
 token.
 
 The sort is a stable counting sort in two launches. Each program of the first one counts the slots of each
-expert in a chunk of consecutive slots. Each program of the second one adds up the counts of the chunks before
-its own, and gives every slot of its chunk, in order, the next row of its expert. Only counts are added, so the
-result does not depend on the order of programs.
+expert in a chunk of consecutive slots. Each program of the second one adds up the counts of the chunks
+before its own, and gives every slot of its chunk, in order, the next row of its expert. Only counts are
+added, so the result does not depend on the order of programs.
 
 The sum has one program per token and block of columns: it reads the rows of the token's choices once, sums
 them in float32 in the order of the choices, and writes each result once, so the sum needs no atomics and is
