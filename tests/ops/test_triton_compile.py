@@ -23,8 +23,7 @@ from liger.triton_kernels import (
     cross_entropy_stats,
     divergence,
     expert_gate,
-    expert_routing,
-    expert_sum,
+    expert_rows,
     fused_linear_ce,
     group_norm,
     qk_norm_rope,
@@ -105,19 +104,16 @@ def rope_launches(dtype, tokens=9):
             rope.rope_backward(q, k, *torch.zeros(2, 2, tokens, rotary), interleaved)
 
 
-def expert_routing_launches(dtype, tokens=9):
+def expert_rows_launches(dtype, tokens=9):
     for experts, choices, index in ((1, 1, torch.int32), (128, 8, torch.int64), (1023, 2, torch.int64)):
-        expert_routing.route(torch.zeros(tokens, choices, dtype=index), experts)
-
-
-def expert_sum_launches(dtype, tokens=9):
+        expert_rows.route(torch.zeros(tokens, choices, dtype=index), experts)
     for hidden, choices in ((33, 2), (4096, 8)):
         rows, inverse = (
             torch.zeros(tokens + 1, hidden, dtype=dtype),
             torch.zeros(tokens, choices, dtype=torch.int64),
         )
         for weights in (None, torch.zeros(tokens, choices), torch.zeros(tokens, choices, dtype=dtype)):
-            expert_sum.expert_sum(rows, inverse, weights)
+            expert_rows.expert_sum(rows, inverse, weights)
 
 
 def expert_gate_launches(dtype, tokens=9):
@@ -249,8 +245,7 @@ LAUNCHES |= {
     rope: rope_launches,
     qk_norm_rope: qk_norm_rope_launches,
     expert_gate: expert_gate_launches,
-    expert_routing: expert_routing_launches,
-    expert_sum: expert_sum_launches,
+    expert_rows: expert_rows_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
     cross_entropy_stats: cross_entropy_stats_launches,

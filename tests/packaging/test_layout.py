@@ -31,7 +31,7 @@ BELOW = {
     "nn": {"_core", "ops"},
     "transformers.recipe": {"_core"},
     "transformers.norms": {"_core", "ops", "transformers.recipe"},
-    "transformers.lora": {"_core", "transformers.recipe"},
+    "transformers.lora": {"_core", "ops", "transformers.recipe"},
     "transformers.mlp": {"_core", "ops", "transformers.recipe", "transformers.lora"},
     "transformers.head": {"_core", "ops", "transformers.recipe"},
     "transformers.attention": {"_core", "ops", "transformers.recipe", "transformers.norms"},

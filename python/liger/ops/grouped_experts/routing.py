@@ -20,8 +20,7 @@ from .grouped_mm import split
 # Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
-_TRITON_SUM = "liger.triton_kernels.expert_sum"
-_TRITON_SORT = "liger.triton_kernels.expert_routing"
+_TRITON_ROWS = "liger.triton_kernels.expert_rows"
 
 
 class Routing:
@@ -41,8 +40,8 @@ class Routing:
     """
 
     def __init__(self, top_k_index, num_experts):
-        kernels = triton_module_beside("swiglu", _TRITON_SORT, top_k_index)
-        if kernels is not None and kernels.takes(top_k_index, num_experts):
+        kernels = triton_module_beside("swiglu", _TRITON_ROWS, top_k_index)
+        if kernels is not None and kernels.sorts(top_k_index, num_experts):
             sorted_slots = kernels.route(top_k_index, num_experts)
             self.ends, self.order, self.tokens, self.experts, self.valid, self.inverse = sorted_slots
         else:
@@ -94,7 +93,7 @@ class Routing:
         The order of each sum is fixed. The kernels skip the pad, so values of rows without an expert have no
         effect.
         """
-        kernels = triton_module_beside("swiglu", _TRITON_SUM, rows)
+        kernels = triton_module_beside("swiglu", _TRITON_ROWS, rows)
         if kernels is not None and kernels.takes(top_k_weights):
             return kernels.expert_sum(rows, self.inverse, top_k_weights)
         table, index, weights = rows, self.inverse, top_k_weights

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Products of a thin factor in float32 with a large operand of 16 bits, as exact as in float32.
 
-A float32 number is the sum of three bfloat16 numbers of 8 bits each. Side by side along the rank, they are one
-operand of one GEMM of bfloat16, which reads the large operand once and sums in float32.
+A float32 number is the sum of three bfloat16 numbers of 8 bits each. Side by side along the rank, they are
+one operand of one GEMM of bfloat16, which reads the large operand once and sums in float32.
 """
 
 import torch
@@ -12,7 +12,8 @@ from ...ops.grouped_experts.grouped_mm import split
 
 
 def _parts(t, count):
-    """bfloat16 views that add up to a float32 tensor, the largest first; three are exact, two have 16 bits."""
+    """bfloat16 views that add up to a float32 tensor, the largest first; three are exact, two have 16
+    bits."""
     if t.stride(1) != 1:
         return [part.t() for part in _parts(t.t(), count)]
     parts = []
@@ -41,7 +42,8 @@ def wide(a, b, scale=1.0):
 
 
 def add_product_(y, a, b):
-    """``y += a @ b`` for y of 16 bits and thin operands in float32: the product has twice the precision of y."""
+    """``y += a @ b`` for y of 16 bits and thin operands in float32, whose product has twice the precision of
+    y."""
     (a_high, a_low), (b_high, b_low) = (
         _parts(t, 2) if y.dtype == torch.bfloat16 else split(t, y.dtype) for t in (a, b)
     )

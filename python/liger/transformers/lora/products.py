@@ -3,8 +3,8 @@
 
 The second product of an adapter is added to the product of the base layer by the GEMM that computes it, and
 so are the terms of the gradient of the input: nothing of the size of an activation is allocated besides the
-results. Under autocast, factors are rounded to its dtype, as it does; their gradients are not rounded. Without
-it, products of float32 factors with 16-bit operands are those of exact.py.
+results. Under autocast, factors are rounded to its dtype, as autocast does; their gradients are not rounded.
+Without it, exact.py multiplies float32 factors with 16-bit operands.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sort of the slots of grouped_experts by expert: a stable counting sort in two launches.
+"""The rows of grouped_experts: the sort of the slots by expert, and the weighted sum of the experts of each
+token.
 
-Each program of the first one counts the slots of each expert in a chunk of consecutive slots. Each program of
-the second one adds up the counts of the chunks before its own, and gives every slot of its chunk, in order,
-the next row of its expert. Only counts are added, so the result does not depend on the order of programs.
+The sort is a stable counting sort in two launches. Each program of the first one counts the slots of each
+expert in a chunk of consecutive slots. Each program of the second one adds up the counts of the chunks
+before its own, and gives every slot of its chunk, in order, the next row of its expert. Only counts are
+added, so the result does not depend on the order of programs.
+
+The sum has one program per token and block of columns: it reads the rows of the token's choices once, sums
+them in float32 in the order of the choices, and writes each result once, so the sum needs no atomics and is
+deterministic.
 """
 
 import torch
@@ -19,6 +25,9 @@ _COUNTED, _COMPARED = 1024, 128
 _MAX_COUNTS = 1 << 18
 # Counts that are read at once.
 _READ = 4096
+# 16 bytes per thread and load with 4 warps in half types.
+_BLOCK = 1024
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
@@ -83,7 +92,7 @@ def sort_kernel(
         tl.store(inverse_ptr + slots, tl.where(is_valid, row, n_slots).to(tl.int64), mask=inside)
 
 
-def takes(top_k_index, num_experts):
+def sorts(top_k_index, num_experts):
     """True if the kernels sort these indices, (T, K)."""
     return num_experts <= _MAX_EXPERTS and 0 < top_k_index.numel() <= _MAX_SLOTS
 
@@ -92,7 +101,7 @@ def route(top_k_index, num_experts):
     """(ends, order, tokens, experts, valid, inverse) of a ``Routing``, which describes them.
 
     Args:
-        top_k_index: (T, K), int64 or int32, which :func:`takes` has accepted.
+        top_k_index: (T, K), int64 or int32, which :func:`sorts` has accepted.
     """
     slots, choices = top_k_index.numel(), top_k_index.shape[1]
     bins = triton.next_power_of_2(num_experts + 1)
@@ -114,3 +123,51 @@ def route(top_k_index, num_experts):
             choices, bins, _COMPARED, max(_READ // bins, 1),
         )  # fmt: skip
     return ends, order, tokens, experts, valid, inverse
+
+
+# pad depends on the number of tokens.
+@triton.jit(do_not_specialize=["pad"])
+def expert_sum_kernel(
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, n_cols, pad,
+    CHOICES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * CHOICES
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(inverse_ptr + slot + choice).to(tl.int64)
+        # Neither the row of a sentinel nor its weight may have an effect: both may be NaN.
+        valid = row != pad
+        present = cols < tl.where(valid, n_cols, 0)
+        value = tl.load(rows_ptr + row * n_cols + cols, mask=present, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            value *= tl.load(weights_ptr + slot + choice, mask=valid, other=0.0).to(tl.float32)
+        total += value
+    tl.store(out_ptr + slot // CHOICES * n_cols + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def takes(weights):
+    """True if the routing weights have a dtype of the kernel; None is no weights."""
+    return weights is None or weights.dtype in _DTYPES
+
+
+def expert_sum(rows, inverse, weights):
+    """(T, N), the dtype of rows: the sum over K of ``weights * rows[inverse]``, rounded once.
+
+    Args:
+        rows: (S + 1, N), contiguous; the last row, the pad, has no effect.
+        inverse: (T, K) int64.
+        weights: (T, K), or None for weights of 1.
+    """
+    tokens, choices = inverse.shape
+    columns = rows.shape[1]
+    out = rows.new_empty(tokens, columns)
+    block = min(triton.next_power_of_2(max(columns, 16)), _BLOCK)
+    grid = tokens, triton.cdiv(columns, block)
+    with on_device_of(rows):
+        expert_sum_kernel[grid](
+            rows, inverse.contiguous(), rows if weights is None else weights.contiguous(), out, columns,
+            rows.shape[0] - 1, choices, weights is not None, block,
+        )  # fmt: skip
+    return out
