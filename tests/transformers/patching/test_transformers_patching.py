@@ -49,7 +49,8 @@ def is_patched(model):
 
 
 def snapshot(modeling):
-    """The code of a modeling module: globals, and the attributes of its classes but for what transformers caches there."""
+    """The code of a modeling module: globals, and the attributes of its classes but for what transformers
+    caches there."""
     names = {name: value for name, value in vars(modeling).items() if not name.startswith("_liger")}
     classes = {
         name: {key: item for key, item in vars(value).items() if not key.endswith("_cached_value")}
