@@ -250,8 +250,8 @@ exec(f"from liger_kernel.{{module}} import {{name}}")
 
 
 def test_the_star_import_of_liger_kernel_transformers():
-    """It has the functions with an underscore that liger_kernel lists, and does not import TRL. Neither import
-    before it, of liger and of liger.compat, imports transformers."""
+    """It has the functions with an underscore that liger_kernel lists, and does not import TRL. The imports
+    before it, of liger and of liger.compat, do not import transformers."""
     pytest.importorskip("transformers")
     code = """
 import sys, liger, liger.compat
