@@ -18,8 +18,8 @@ from .cells import Cell, Experiment
 ZERO = "1B, ZeRO-3"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
-# Planned checkpointing, which keeps the attention of layers where there is room for it, and the same with inputs
-# of layers in host memory: a plan in all of the memory of the GPU. A CPU has no size of its own.
+# Planned checkpointing in the memory of the GPU, which keeps the attention of layers where there is room, and
+# the same with inputs of layers in host memory. -> ``offload``.
 PLANNED = {"liger, planned": None, "liger, tiled MLP, planned": None, "liger, tiled MLP, offload": True}
 TINY_MEMORY = 1 << 30
 WIDE = replace(
