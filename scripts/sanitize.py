@@ -236,6 +236,14 @@ def sm90_shards():
     dist.destroy_process_group()
 
 
+def sm90_experts():
+    """The grouped GEMMs of the experts."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from liger_bench import expert_kernels
+
+    expert_kernels.check(expert_kernels.SMALL)
+
+
 def public(name, weights=0):
     def work():
         import liger
@@ -258,6 +266,7 @@ SIZES = {
     "sm90 sizes": sm90_sizes,
     "sm90 terms": sm90_terms,
     "sm90 shards": sm90_shards,
+    "sm90 experts": sm90_experts,
 }
 
 

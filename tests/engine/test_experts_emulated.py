@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The grouped GEMMs of csrc/experts/sm90 on a CPU: tests/support/sm90/emulator runs the source of the kernels,
-thread by thread, and compares every result with sums in float64. Schedules, barriers, shared memory and the
-layout of accumulators are the ones of the GPU; PTX, TMA and wgmma are emulated."""
+"""The grouped GEMMs of csrc/experts/sm90 on a CPU: tests/support/sm90/emulator runs the source of the
+kernels, thread by thread, and compares every result with sums in float64. Schedules, barriers, shared memory
+and the layout of accumulators are the ones of the GPU; PTX, TMA and wgmma are emulated."""
 
 import shutil
 import subprocess

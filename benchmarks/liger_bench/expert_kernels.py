@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The grouped GEMMs of grouped_experts on compute capability 9.0: first their errors, then their times.
+
+    PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --json r.json
+    compute-sanitizer python -m liger_bench.expert_kernels --only-check --small
+
+Errors: norms relative to float64, for skewed routings, vs. the errors of the default path.
+Times: each kernel alone, in TFLOP/s, and forward and backward of the op, in turns with the default path, for
+the shapes of ops/experts.py. The kernels are forced (liger.ops.grouped_experts.sm90); the run takes a few
+minutes. A call of the op whose error is too large ends the run with status 1.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+import liger
+from liger._core.op.by_name import arguments_type
+from liger.ops.grouped_experts import sm90
+from liger.ops.grouped_experts.routing import Routing
+
+from .environment import environment
+from .harness import Options
+from .ops.experts import GPT_OSS, SHAPES, _inputs, _ours
+
+NAMES = ("y", "grad_x", "grad_weights", "grad_gate_up_proj", "grad_down_proj")
+# Errors may be this much larger than those of the default path, which rounds gate, up and product as well, or
+# of float32 that is rounded once.
+ALLOWED = 1.5
+ROUTINGS = {
+    "distinct": lambda t, k, e: torch.rand(t, e).topk(min(k, e), -1).indices,
+    "one expert": lambda t, k, e: torch.full((t, k), e - 1),
+    "one token each": lambda t, k, e: torch.arange(t * k).view(t, k) % e,
+    "skewed": lambda t, k, e: (torch.rand(t, k).pow(6) * e).long(),
+    "sentinels": lambda t, k, e: torch.randint(2 * e, (t, k)),
+}
+# (tokens, choices, experts, hidden, intermediate)
+CASES = [
+    (40, 1, 3, 8, 8), (700, 2, 8, 136, 104), (33, 4, 128, 264, 200), (2048, 8, 128, 512, 192),
+    (4096, 2, 3, 1024, 520),
+]  # fmt: skip
+SMALL = CASES[:3]
+FORMS = {"silu": {}, "gpt_oss": GPT_OSS}
+
+
+def reference(inputs, options, dtype):
+    """y and the gradients in a wide dtype: a loop over experts."""
+    x, index, weights, gate_up, down, grad_y = inputs
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weights, gate_up, down)]
+    x, weights, gate_up, down = leaves
+    y = torch.zeros_like(x)
+    for e in range(down.shape[0]):
+        token, choice = torch.where(index == e)
+        first, second = (t[e] if options else t[e].t() for t in (gate_up, down))
+        both = x[token] @ first
+        if options:
+            limit = options["limit"]
+            gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+            product = gate * torch.sigmoid(options["alpha"] * gate) * (up + 1)
+        else:
+            gate, up = both.chunk(2, -1)
+            product = torch.nn.functional.silu(gate) * up
+        y = y.index_add(0, token, product @ second * weights[token, choice, None])
+    return y.detach(), *torch.autograd.grad(y, leaves, grad_y.to(dtype))
+
+
+def results(inputs, options, context=contextlib.nullcontext):
+    x, index, weights, gate_up, down, grad_y = inputs
+    leaves = [t.detach().requires_grad_() for t in (x, weights, gate_up, down)]
+    with context():
+        y = liger.grouped_experts(leaves[0], index, *leaves[1:], **options)
+        return y.detach(), *torch.autograd.grad(y, leaves, grad_y)
+
+
+def forced_results(inputs, options):
+    return results(inputs, options, sm90.forced)
+
+
+def random_case(sizes, routing, form, dtype, device):
+    tokens, choices, experts, hidden, intermediate = sizes
+    index = ROUTINGS[routing](tokens, choices, experts).to(device)
+    gate_up, down = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
+    if FORMS[form]:
+        gate_up, down = ((e, k, n) for e, n, k in (gate_up, down))
+    x, grad_y = (torch.randn(tokens, hidden, device=device, dtype=dtype) for _ in range(2))
+    matrices = [(torch.randn(s, device=device) / hidden**0.5).to(dtype) for s in (gate_up, down)]
+    return x, index, torch.rand(index.shape, device=device), *matrices, grad_y
+
+
+def relative(found, exact):
+    error = (found.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+    return error.item()
+
+
+def errors_of(found, default, wide, exact):
+    """{result: (error, error of the default path or of float32 that is rounded once)}"""
+    return {
+        name: (relative(f, e), max(relative(d, e), relative(w.to(d.dtype), e)))
+        for name, f, d, w, e in zip(NAMES, found, default, wide, exact, strict=True)
+    }
+
+
+def check(cases, device="cuda"):
+    """Rows with the largest errors of each case; "wrong" names the results that are not finite or too far
+    off, or differ between two runs."""
+    records = []
+    for sizes in cases:
+        for routing in ROUTINGS:
+            for form, options in FORMS.items():
+                for dtype in (torch.bfloat16, torch.float16):
+                    inputs = random_case(sizes, routing, form, dtype, device)
+                    found, again = forced_results(inputs, options), forced_results(inputs, options)
+                    exact, wide = (reference(inputs, options, t) for t in (torch.float64, torch.float32))
+                    errors = errors_of(found, results(inputs, options), wide, exact)
+                    wrong = [name for name, (e, bound) in errors.items() if not e <= ALLOWED * bound]
+                    same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+                    records.append(
+                        {
+                            "sizes": sizes, "routing": routing, "form": form, "dtype": str(dtype),
+                            "errors": errors, "wrong": wrong + ([] if same else ["bits"]),
+                        }
+                    )  # fmt: skip
+    return records
+
+
+def milliseconds(works, rounds, iterations):
+    """{name: median ms of a call}: the works in turns."""
+    times = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(iterations):
+                work()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / iterations)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_works(shape, inputs):
+    """{kernel: (call, FLOPs)}."""
+    t, options = inputs, GPT_OSS if shape.is_gpt_oss else {}
+    forward = torch.ops.liger.grouped_experts_forward.default
+    given = (
+        options.get("activation", "silu"), bool(options), bool(options), options.get("alpha", 1.702),
+        options.get("limit"),
+    )  # fmt: skip
+    biases = t.get("gate_up_proj_bias"), t.get("down_proj_bias")
+    a = arguments_type(forward)(
+        t["x"], t["index"], t["weights"], t["gate_up_proj"], t["down_proj"], *biases, *given, True
+    )
+    routing = Routing(t["index"], shape.experts)
+    weights = routing.weights(t["weights"])
+    product, kept = sm90.gate_up(t["x"], routing, a, True)
+    rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
+    gemm = 2 * t["index"].numel() * shape.hidden * shape.intermediate
+    transposed = a.is_transposed
+    return {
+        "gate_up": (lambda: sm90.gate_up(t["x"], routing, a, True), 2 * gemm),
+        "down": (
+            lambda: sm90.rows(product, routing, t["down_proj"], transposed, biases[1], weights), gemm
+        ),
+        "sum": (lambda: sm90.sum_choices(rows, routing), 0),
+        "grad_product": (lambda: sm90.grad_product_(t["grad_y"], routing, a, weights, kept), gemm),
+        "grad_x": (lambda: sm90.rows(kept, routing, t["gate_up_proj"], not transposed), 2 * gemm),
+        "grad_down": (lambda: sm90.grad_matrix(t["grad_y"], product, routing, transposed), gemm),
+        "grad_gate_up": (lambda: sm90.grad_matrix(t["x"], kept, routing, not transposed), 2 * gemm),
+    }  # fmt: skip
+
+
+def op_works(shape, inputs):
+    names = ("x", "weights", *shape.parameters)
+    leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in names}
+
+    def step(context):
+        with context():
+            y = _ours(shape, False, leaves)
+            torch.autograd.grad(y, [leaves[name] for name in names], inputs["grad_y"])
+
+    def forward(context):
+        with context(), torch.no_grad():
+            _ours(shape, False, inputs)
+
+    contexts = {"kernels": sm90.forced, "default": contextlib.nullcontext}
+    return {
+        f"{work.__name__}, {name}": lambda work=work, context=context: work(context)
+        for work in (forward, step)
+        for name, context in contexts.items()
+    }
+
+
+def dense_work(shape, slots, inputs):
+    """The six GEMMs of forward and backward with one matrix."""
+    rows, inner = (inputs["x"].new_ones(slots, n) for n in (shape.hidden, shape.intermediate))
+    wide = inputs["x"].new_ones(slots, 2 * shape.intermediate)
+    first = inputs["x"].new_ones(2 * shape.intermediate, shape.hidden)
+    second = inputs["x"].new_ones(shape.hidden, shape.intermediate)
+    pairs = [
+        (rows, first.t()), (inner, second.t()), (rows, second), (rows.t(), inner), (wide, first), (wide.t(), rows),
+    ]  # fmt: skip
+    return lambda: [torch.mm(*pair) for pair in pairs]
+
+
+def measure(shape, tokens, options, rounds=5, iterations=5):
+    inputs = _inputs(options, shape, tokens)()
+    works = kernel_works(shape, inputs)
+    kernels = milliseconds({name: work for name, (work, _) in works.items()}, rounds, iterations)
+    ops = op_works(shape, inputs)
+    ops["step, dense GEMMs"] = dense_work(shape, inputs["index"].numel(), inputs)
+    times = milliseconds(ops, rounds, 1 if options.size == "self-test" else iterations)
+    return {
+        "shape": shape.name,
+        "tokens": tokens,
+        "kernels": {name: {"ms": ms, "tflops": works[name][1] / ms / 1e9} for name, ms in kernels.items()},
+        "op ms": times,
+    }
+
+
+def text_of(record):
+    lines = [f"{record['shape']}, {record['tokens']} tokens"]
+    for name, found in record["kernels"].items():
+        lines.append(f"  {name:14} {found['ms']:8.3f} ms {found['tflops']:7.0f} TFLOP/s")
+    return "\n".join([*lines, *(f"  {name:20} {ms:8.3f} ms" for name, ms in record["op ms"].items())])
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only-check", action="store_true")
+    parser.add_argument("--small", action="store_true", help="the small cases, as for compute-sanitizer")
+    parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("liger_bench.expert_kernels: needs a GPU of compute capability 9.0", file=sys.stderr)
+        return 2
+    options = Options()
+    checks = check(SMALL if given.small else CASES)
+    wrong = [record for record in checks if record["wrong"]]
+    for record in wrong:
+        print(record)
+    ratios = [e / bound for record in checks for e, bound in record["errors"].values() if bound > 0]
+    largest = max(filter(math.isfinite, ratios))
+    print(f"{len(checks)} cases, {len(wrong)} wrong; largest error {largest:.2f} x the default path's")
+    records = []
+    if not given.only_check:
+        for shape in SHAPES:
+            if shape.name in given.shapes:
+                records.append(measure(shape, 8192, options))
+                print(text_of(records[-1]), flush=True)
+                torch.cuda.empty_cache()
+    if given.json is not None:
+        text = json.dumps({"environment": environment(options), "checks": checks, "rows": records}, indent=1)
+        given.json.write_text(text + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
