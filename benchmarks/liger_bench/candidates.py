@@ -12,7 +12,7 @@ import torch
 
 import liger
 
-from .harness import Provider
+from .harness import Provider, Row
 
 
 @dataclass(frozen=True)
@@ -106,3 +106,17 @@ def providers(candidates, work, *names):
         Provider(c.name, work(c.function, *names, c.overwrites), c.group, c.context, c.needs)
         for c in candidates
     ]
+
+
+def host_rows(options, op, inputs, candidates, works):
+    """Rows of host time per call, for inputs that the device finishes before the host issues the next call."""
+    for label, name in (("forward with grad", "forward"), ("forward and backward",) * 2):
+        yield Row(
+            op,
+            f"{op} host time, {label}",
+            inputs,
+            providers(selected(options, candidates, name), *works[name]),
+            kind="host",
+            rounds=7,
+            burst=options.pick(200, 100, 3),
+        )

@@ -25,7 +25,7 @@ class Checkout:
         self.write("csrc/softmax/softmax.cuh", HEADER)
         self.write("python/liger/ops/softmax.py", PYTHON)
         self.write("csrc/norm/rms_norm.cu", "void rms_norm() {}\n")
-        self.write("docs/speed.md", "[run](../benchmarks/results/run.json)\n")
+        self.write("docs/start/speed.md", "[run](../benchmarks/results/run.json)\n")
         self.measured = self.commit()
 
     def git(self, *arguments):
@@ -52,7 +52,7 @@ class Checkout:
         self.write("benchmarks/results/run.json", json.dumps(run))
         found, others = stale.check(self.folder)
         assert others == 0
-        assert all(pages == ["docs/speed.md"] for _, pages, _ in found)
+        assert all(pages == ["docs/start/speed.md"] for _, pages, _ in found)
         return {figure.subject: why for figure, _, why in found}
 
 

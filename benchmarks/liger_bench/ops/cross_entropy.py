@@ -10,6 +10,7 @@ from ..candidates import (
     LIGER_KERNEL_CUTE,
     Candidate,
     compiled,
+    host_rows,
     liger_kernel,
     liger_kernel_cute,
     ours,
@@ -67,11 +68,15 @@ WORKS = works(("loss",), (), ("logits",))
 TENSORS = {"forward": 1, "backward": 2, "forward and backward": 2}
 
 
-def _rows(options, tokens, vocabulary, ignored=""):
-    def inputs():
+def _inputs(options, tokens, vocabulary, ignored=""):
+    def make():
         logits = normal(options, tokens, vocabulary, std=2.5)
         return {"logits": logits, "target": targets(options, tokens, vocabulary, ignored)}
 
+    return make
+
+
+def _rows(options, tokens, vocabulary, ignored=""):
     candidates = _candidates(options)
     for name, work in WORKS.items():
         if ignored and name != "forward and backward":
@@ -80,7 +85,7 @@ def _rows(options, tokens, vocabulary, ignored=""):
         yield Row(
             "cross_entropy",
             f"cross_entropy {name} {tokens}x{vocabulary}{suffix}",
-            inputs,
+            _inputs(options, tokens, vocabulary, ignored),
             providers(selected(options, candidates, name), *work),
             float32_reference(_eager, *work),
             nbytes=TENSORS[name] * 2 * tokens * vocabulary,
@@ -100,3 +105,4 @@ def rows(options):
     full = [(8192, 128256), (8192, 128256, "1/7 ignored"), (8192, 32000)]
     for size in options.pick(full, [full[0], full[2]], [(14, 50), (14, 50, "1/7 ignored")]):
         yield from _rows(options, *size)
+    yield from host_rows(options, "cross_entropy", _inputs(options, 8, 256), _candidates(options), WORKS)

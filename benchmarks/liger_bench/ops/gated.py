@@ -8,6 +8,7 @@ from ..candidates import (
     LIGER_KERNEL_CUTE,
     Candidate,
     compiled,
+    host_rows,
     liger_kernel,
     liger_kernel_cute,
     ours,
@@ -111,19 +112,6 @@ def _rows(options, family, packed, tokens, width):
         )
 
 
-def _host_rows(options, family):
-    for label, name in (("forward with grad", "forward"), ("forward and backward",) * 2):
-        yield Row(
-            family.name,
-            f"{family.name} host time, {label}",
-            _pair(options, 8, 256),
-            providers(selected(options, _candidates(options, family, small=True), name), *WORKS[name]),
-            kind="host",
-            rounds=7,
-            burst=options.pick(200, 100, 3),
-        )
-
-
 def family_rows(options, family):
     """The rows of one family."""
     if options.sweep:
@@ -134,4 +122,5 @@ def family_rows(options, family):
     size = options.pick((16384, 14336), (16384, 14336), (6, 24))
     for packed in (False, True):
         yield from _rows(options, family, packed, *size)
-    yield from _host_rows(options, family)
+    candidates = _candidates(options, family, small=True)
+    yield from host_rows(options, family.name, _pair(options, 8, 256), candidates, WORKS)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import liger
 
-from ..candidates import Candidate, compiled, liger_kernel, ours, peer, providers, selected
+from ..candidates import Candidate, compiled, host_rows, liger_kernel, ours, peer, providers, selected
 from ..harness import SIZES, Contest, Row, float32_reference, normal, works
 from ..reports.goals import COPY, Goal
 
@@ -104,13 +104,6 @@ def rows(options):
         return
     for shape in options.pick([(32, 320, 64, 64), (8, 128, 256, 256)], [(32, 320, 64, 64)], [(2, 64, 3, 3)]):
         yield from _rows(options, "group_norm", _group_candidates(options), _torch_groups, shape, shape[1])
-    for label, name in (("forward with grad", "forward"), ("forward and backward",) * 2):
-        yield Row(
-            "layer_norm",
-            f"layer_norm host time, {label}",
-            _inputs(options, (8, 256), 256),
-            providers(selected(options, _candidates(options, True), "forward"), *WORKS[name]),
-            kind="host",
-            rounds=7,
-            burst=options.pick(200, 100, 3),
-        )
+    yield from host_rows(
+        options, "layer_norm", _inputs(options, (8, 256), 256), _candidates(options, True), WORKS
+    )

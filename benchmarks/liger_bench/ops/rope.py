@@ -9,6 +9,7 @@ from ..candidates import (
     LIGER_KERNEL_CUTE,
     Candidate,
     compiled,
+    host_rows,
     liger_kernel,
     liger_kernel_cute,
     ours,
@@ -109,3 +110,4 @@ def rows(options):
         return
     size = (4, 32, 8, 4096, 128)
     yield from _rows(options, *options.pick(size, size, (2, 4, 2, 5, 8)))
+    yield from host_rows(options, "rope", inputs(options, 1, 4, 2, 8, 64), _candidates(options), WORKS)

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..candidates import Candidate, compiled, liger_kernel, ours, peer, providers, selected
+from ..candidates import Candidate, compiled, host_rows, liger_kernel, ours, peer, providers, selected
 from ..harness import SIZES, Contest, Row, float32_reference, normal, works
 
 WORKS = works(("y",), ("grad_y",), ("x",))
@@ -32,12 +32,16 @@ class Rowwise:
             *compiled(options, eager),
         ]
 
+    @staticmethod
+    def inputs(options, tokens, width):
+        return lambda: {"x": normal(options, tokens, width), "grad_y": normal(options, tokens, width)}
+
     def rows_of(self, options, tokens, width):
         for name, work in WORKS.items():
             yield Row(
                 self.name,
                 f"{self.name} {name} {tokens}x{width}",
-                lambda: {"x": normal(options, tokens, width), "grad_y": normal(options, tokens, width)},
+                self.inputs(options, tokens, width),
                 providers(selected(options, self.candidates(options), name), *work),
                 float32_reference(lambda t: self.eager(t["x"]), *work),
                 nbytes=TENSORS[name] * 2 * tokens * width,
@@ -54,3 +58,7 @@ class Rowwise:
             sizes = options.pick(sizes, sizes, [(6, 24)])
         for size in sizes:
             yield from self.rows_of(options, *size)
+        if not options.sweep:
+            yield from host_rows(
+                options, self.name, self.inputs(options, 8, 256), self.candidates(options), WORKS
+            )
