@@ -13,7 +13,7 @@ from test_grouped_experts import ROUTINGS, check, distinct, gated, make
 import liger
 from liger.ops.grouped_experts import sm90 as kernels
 
-CSRC = Path(__file__).parents[2] / "csrc/experts/sm90"
+CSRC = Path(__file__).parents[3] / "csrc/experts/sm90"
 GPT_OSS = {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.71}
 FORMS = {"silu": {}, "gelu_tanh": {"activation": "gelu_tanh"}, "clamped": {"limit": 0.71}, "gpt_oss": GPT_OSS}
 # (tokens, choices, experts, hidden, intermediate): experts with more rows than a tile and without rows,
