@@ -29,9 +29,11 @@ FLOOR, LEAST = 2, 1e-4
 # and attention. Their roundings are independent, so they add up to the square root of that number.
 FLOOR_OF_GPU = 4
 
+# Tensor parallelism spreads them over the ranks.
+KV_HEADS = max(2, ranks.WORLD)
 _TEXT = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "num_attention_heads": 2 * KV_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 16, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
 }  # fmt: skip
 _VISION = {
