@@ -109,7 +109,7 @@ def providers(candidates, work, *names):
 
 
 def host_rows(options, op, inputs, candidates, works):
-    """Rows of host time per call, for inputs that the device finishes before the next call is issued."""
+    """Rows of host time per call, for inputs so small that the device waits for the host."""
     for label, name in (("forward with grad", "forward"), ("forward and backward",) * 2):
         yield Row(
             op,

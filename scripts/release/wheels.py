@@ -16,8 +16,8 @@ BUDGET = 60
 SDIST_BUDGET = 1.5
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
-# liger._C, with autograd nodes, which the stable ABI does not have: its file name has the Python and torch
-# into which it is loaded.
+# liger._C has autograd nodes, which the stable ABI does not have: loaded into the Python and the torch of its
+# file name alone.
 UNSTABLE = "libliger_C_"
 
 

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from packages import ROOT, call
 from public_ops import CASES, as_tuple, inputs_of, results
 from torch.overrides import BaseTorchFunctionMode
 
@@ -270,3 +271,14 @@ def test_saved_gradient_goes_through_hooks(device):
         loss = liger.cross_entropy(logits, target)
     (grad,) = torch.autograd.grad(loss, logits)
     assert len(packed) == 1 and torch.equal(packed[0], grad)
+
+
+# --- without liger._C ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_python_alone_serves_the_same_calls():
+    """test_fast_path.py compares it with the ops, which the nodes in C++ are compared with as well."""
+    tests = ROOT / "tests/ops/test_fast_path.py"
+    how = ("-q", "-p", "no:cacheprovider", "-k", "same_bits or taken_in_eager or hooks or outlives")
+    assert " passed" in call(sys.executable, "-m", "pytest", tests, *how, LIGER_AUTOGRAD="python")[1]
