@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """liger.transformers.checkpoint(offload=...) on the CPU, where copies are plain: the same bits, what is
-moved, other packages, bad arguments."""
+moved."""
 
-import copy
-import functools
 import gc
-import pickle
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 pytest.importorskip("transformers")
 
 import tiny_models
 from combinations import inputs_of, lora, seeded_step, tiny
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, kept, llama
-from trainer_runs import train
+from planned_llama import FEWEST, LAYERS, PLENTY, llama
 
 import liger
 import liger.transformers as lt
-from liger.transformers.checkpointing import device_memory, host_pool, methods, offload
+from liger.transformers.checkpointing import host_pool, offload
 from liger.transformers.checkpointing.checkpoint import planners
 
 # Bytes of an input of a layer: 22 tokens of a tiny Llama.
@@ -316,237 +311,3 @@ def test_an_input_that_is_changed_in_place():
     model.model.layers[2].register_forward_pre_hook(lambda *_: change(seen.pop()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(**tiny_models.batch())
-
-
-@pytest.mark.skipif(not hasattr(torch.nn.Module, "compile"), reason="needs torch.compile")
-@pytest.mark.parametrize("what", [pytest.param("model", marks=pytest.mark.slow), "layers"])
-def test_compiled_code_recomputes_and_moves_nothing(what):
-    model, expected = llama(), llama()
-    planner = planned(model)
-    allow(planner, 1)
-    for _ in range(3):
-        tiny_models.step(model, **tiny_models.batch())
-    if what == "model":
-        compiled = torch.compile(model, backend="aot_eager")
-    else:
-        compiled = model
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
-    before = planner.store.last
-    ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (compiled, expected))
-    tiny_models.assert_same_step(
-        (ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), theirs
-    )
-    assert planner.store.last == before
-
-
-has_offload = pytest.mark.skipif(
-    not hasattr(tiny_models.transformers.PreTrainedModel, "activation_checkpointing_enable"),
-    reason="activation_checkpointing_enable came with transformers 5.24",
-)
-
-
-@has_offload
-@pytest.mark.parametrize("when", ["before", "after", "after a step"])
-def test_offload_of_transformers_turns_it_on(when):
-    model, expected = llama(), llama()
-
-    def ask():
-        model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-
-    if when == "before":
-        ask()
-    planner = planned(model, None)
-    if when == "after a step":
-        tiny_models.step(model, **tiny_models.batch())
-        assert not planner.store.is_on and planner.store.moved == 0
-    if when != "before":
-        ask()
-    for allowed in (0, 0, 1):
-        allow(planner, allowed)
-        ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (model, expected))
-        assert_bits(ours, theirs)
-    assert planner.store.moved == 2 * INPUT and "offloaded to" in planner.summary
-    if when == "before":
-        lt.checkpoint(model, None)
-        found = vars(model.model.layers[0])["_gradient_checkpointing_func"]
-        assert "checkpoint_func" in found.func.__qualname__
-
-
-@has_offload
-def test_offload_false_turns_it_off():
-    model = llama()
-    model.activation_checkpointing_enable(offload=True)
-    planner = planned(model, False)
-    tiny_models.step(model, **tiny_models.batch())
-    assert planner.store.moved == 0 and not planner.store.is_on
-
-
-@has_offload
-def test_every_n_layers_is_in_the_report():
-    model = llama()
-    planned(model)
-    model.activation_checkpointing_enable(every_n_layers=2)
-    for _ in range(3):
-        tiny_models.step(model, **tiny_models.batch())
-    assert sum(kept(model)) == MOST
-    assert lt.patch_report(model).checkpointing.endswith(
-        "; instead of every_n_layers, 2 of 4 layers recomputed"
-    )
-
-
-@has_offload
-def test_trainer_that_asks_for_it(tmp_path):
-    expected = train(liger.patch(llama()), tmp_path)
-    model = liger.patch(llama())
-    planner = planned(model, None)
-    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
-    allow(planner, 1)
-    assert train(model, tmp_path, **settings) == expected
-    assert planner.store.is_on and planner.store.most == 3 * planner.longest[0] * 64 * 4
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_function_of_the_user(reentrant):
-    if reentrant and FEWEST:
-        pytest.skip("this version replaces reentrant checkpoints")
-    models = [llama(), llama()]
-    methods.enable(models[0], use_reentrant=reentrant)
-    planner = planned(models[0])
-    allow(planner, 1)
-    for _ in range(3):
-        assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
-    assert planner.store.moved == 2 * INPUT
-
-
-def test_selective_checkpointing():
-    """A policy of the user decides what a layer saves, and its inputs go to the host."""
-
-    def policy(context, op, *args, **kwargs):
-        is_saved = str(op).startswith(("aten.mm", "aten.addmm"))
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    models = [llama(), llama()]
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    methods.enable(models[0], context_fn=contexts)
-    planner = planned(models[0])
-    for _ in range(2):
-        allow(planner, 0)
-        assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
-    assert planner.store.moved == 3 * INPUT
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_pools_of_their_own(copied):
-    model = llama()
-    planner = planned(model)
-    for _ in range(3):
-        allow(planner, 1)
-        expected = tiny_models.step(model, **tiny_models.batch())
-    other = copied(model)
-    (theirs,) = planners(other)
-    assert theirs.store is not planner.store and theirs.store.pool is None
-    assert_bits(tiny_models.step(other, **tiny_models.batch()), expected)
-    assert theirs.store.moved == 2 * INPUT and theirs.store.pool is not planner.store.pool
-    functions = [vars(layer)["_gradient_checkpointing_func"] for layer in other.model.layers]
-    assert all(function.store is theirs.store for function in functions[:3])
-
-
-def test_the_end_restores_the_model():
-    model = llama()
-    before = [dict(vars(module)) for module in model.modules()]
-    planned(model)
-    tiny_models.step(model, **tiny_models.batch())
-    lt.checkpoint(model, None)
-    assert [dict(vars(module)) for module in model.modules()] == before
-
-
-class Meter:
-    """A device whose memory a test sets: 1000 bytes at the start of a step, 2000 at its peak."""
-
-    exact, limit, allocated, retries, ooms = False, 10**9, 1000, 0, 0
-
-    def __init__(self, *_):
-        pass
-
-    def read(self):
-        return self.allocated, self.retries, self.ooms
-
-    def start(self):
-        pass
-
-    note = start
-
-    def peak(self, counted):
-        return 2000
-
-
-REASONS = {
-    "out of memory": ({"ooms": 1}, "a step ran out of memory"),
-    "retries": ({"retries": 1}, "a step needed memory of the allocator's cache"),
-    "peak": ({"limit": 1999}, "a step of 22 tokens does not fit with full checkpointing"),
-    "start": ({"allocated": 10**9}, "a step of 22 tokens does not fit with full checkpointing"),
-}
-
-
-@pytest.mark.parametrize("choice", [None, False])
-@pytest.mark.parametrize("reason", REASONS)
-def test_auto_turns_it_on_when_it_must(reason, choice, monkeypatch, capsys):
-    """Under memory="auto", and without a choice of the user."""
-    meter = Meter()
-    monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
-    model, expected = llama(), llama()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        lt.checkpoint(model, "auto", offload=choice)
-    (planner,) = planners(model)
-    allow(planner, 0)
-    changes, words = REASONS[reason]
-    for number in range(6):
-        if number == 3:
-            assert not planner.store.is_on and not planner.store.moved
-            vars(meter).update(changes)
-        assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, expected)))
-    assert (planner.store.moved > 0) == planner.store.is_on == (choice is None)
-    printed = capsys.readouterr().err
-    assert (f"{words}: inputs of layers are offloaded from now on" in printed) == (choice is None)
-
-
-def test_a_longer_step_turns_it_on_before_it_runs(monkeypatch):
-    meter = Meter()
-    monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
-    model = llama(attn_implementation="sdpa")
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        lt.checkpoint(model, "auto")
-    meter.limit = 2200
-    (planner,) = planners(model)
-    for tokens, is_on in ((11, False), (11, False), (12, False), (24, True), (11, True)):
-        tiny_models.step(model, **tiny_models.batch(tokens=tokens))
-        assert planner.store.is_on == (planner.store.moved > 0) == is_on
-
-
-@pytest.mark.parametrize("choice", [True, False])
-def test_a_memory_that_is_too_small_for_any_plan(choice, capsys):
-    model = llama()
-    lt.checkpoint(model, 1000, offload=choice)
-    for _ in range(3):
-        tiny_models.step(model, **tiny_models.batch())
-    words = "of 0.00 MiB; the memory is too small for full checkpointing"
-    words += "" if choice else ", offload=True needs less"
-    assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "choice, error, message",
-    [
-        (-1, ValueError, "offload in bytes must be positive, got -1"),
-        (0, ValueError, "offload in bytes must be positive, got 0"),
-        ("cpu", TypeError, r"offload must be a bool, an int \(bytes of host memory\) or None, not str"),
-        (0.5, TypeError, "not float"),
-        (2**60, ValueError, f"offload asks for {2**60} bytes of host memory, [0-9]+ are available"),
-    ],
-)
-def test_bad_offload(choice, error, message):
-    with pytest.raises(error, match=f"liger.transformers.checkpoint: .*{message}"):
-        lt.checkpoint(llama(), PLENTY, offload=choice)
