@@ -2,7 +2,7 @@
 """The grouped GEMMs of grouped_experts on compute capability 9.0: first their errors, then their times.
 
     PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --json r.json
-    compute-sanitizer python -m liger_bench.expert_kernels --only-check --small
+    PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --only-check --small
 
 Errors: norms relative to float64, for skewed routings, vs. the errors of the default path.
 Times: each kernel alone, in TFLOP/s, and forward and backward of the op, in turns with the default path, for
@@ -12,6 +12,7 @@ minutes. A call of the op whose error is too large ends the run with status 1.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -98,6 +99,21 @@ def relative(found, exact):
     return error.item()
 
 
+def require_kernels():
+    """Without the kernels the default path would be compared with itself."""
+    if not sm90.has_kernels(torch.empty(1, device="cuda")):
+        raise RuntimeError("no kernels of the experts: LIGER_WGMMA is 0, or the build has none for 9.0a")
+
+
+def forced_small():
+    """Each small case once, without a check of its values: for compute-sanitizer."""
+    require_kernels()
+    for sizes, routing, form, dtype in itertools.product(
+        SMALL, ROUTINGS, FORMS, (torch.bfloat16, torch.float16)
+    ):
+        forced_results(random_case(sizes, routing, form, dtype, "cuda"), FORMS[form])
+
+
 def errors_of(found, default, wide, exact):
     """{result: (error, error of the default path or of float32 that is rounded once)}"""
     return {
@@ -162,6 +178,8 @@ def kernel_works(shape, inputs):
     weights = routing.weights(t["weights"])
     product, kept = sm90.gate_up(t["x"], routing, a, True)
     rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
+    # The kernel writes the gradient over it, which would shrink call by call; the next kernels read the first.
+    spent = kept.clone()
     gemm = 2 * t["index"].numel() * shape.hidden * shape.intermediate
     transposed = a.is_transposed
     return {
@@ -170,7 +188,7 @@ def kernel_works(shape, inputs):
             lambda: sm90.rows(product, routing, t["down_proj"], transposed, biases[1], weights), gemm
         ),
         "sum": (lambda: sm90.sum_choices(rows, routing), 0),
-        "grad_product": (lambda: sm90.grad_product_(t["grad_y"], routing, a, weights, kept), gemm),
+        "grad_product": (lambda: sm90.grad_product_(t["grad_y"], routing, a, weights, spent), gemm),
         "grad_x": (lambda: sm90.rows(kept, routing, t["gate_up_proj"], not transposed), 2 * gemm),
         "grad_down": (lambda: sm90.grad_matrix(t["grad_y"], product, routing, transposed), gemm),
         "grad_gate_up": (lambda: sm90.grad_matrix(t["x"], kept, routing, not transposed), 2 * gemm),
@@ -242,6 +260,7 @@ def main(arguments=None):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("liger_bench.expert_kernels: needs a GPU of compute capability 9.0", file=sys.stderr)
         return 2
+    require_kernels()
     options = Options()
     checks = check(SMALL if given.small else CASES)
     wrong = [record for record in checks if record["wrong"]]

@@ -66,7 +66,7 @@ bool convert(PyObject* value, c10::TypeKind kind, IValue& result, bool& requires
     case c10::TypeKind::TensorType: {
       if (!THPVariable_CheckExact(value)) return false;
       const at::Tensor& tensor = THPVariable_Unpack(value);
-      if (tensor._fw_grad(/*level=*/0).defined()) return false;
+      if (tensor.layout() != c10::kStrided || tensor._fw_grad(/*level=*/0).defined()) return false;
       requires_grad |= tensor.requires_grad();
       result = tensor;
       return true;

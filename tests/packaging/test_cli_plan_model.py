@@ -60,9 +60,12 @@ def test_a_step_is_the_sum_of_its_parts(config, capsys):
     assert cli.main(["plan", "--model", config, "--tokens", "8K"]) == 0
     captured = capsys.readouterr()
     lines = [line for line in captured.out.splitlines() if line.startswith("peak with")][:2]
-    activations = 8192 * step["plain"], 8192 * step["recompute"]
-    for line, others in zip(lines, (0, step["gradients_and_moments"]), strict=True):
-        peaks = [step["weights"] + step["head_peak"] + others + count for count in activations]
+    assert step["recompute"] < step["adapters"] < step["plain"]
+    for line, kept, others in zip(
+        lines, ("adapters", "plain"), (0, step["gradients_and_moments"]), strict=True
+    ):
+        fixed = step["weights"] + step["head_peak"] + others
+        peaks = [fixed + 8192 * step[name] for name in (kept, "recompute")]
         assert line.endswith(
             "  ".join(
                 f"{peak / 2**30:.1f} GiB".rjust(width) for peak, width in zip(peaks, (11, 14), strict=True)

@@ -31,7 +31,10 @@ _TILED_MLP = ("python/liger/ops/tiled_mlp/",)
 OPS = {
     "cross_entropy": _CROSS_ENTROPY,
     "divergence": ("csrc/divergence/", "triton_kernels/divergence.py", "python/liger/ops/divergence/"),
-    "experts": (*_GATED, "csrc/activation/swiglu.cu", "triton_kernels/expert_", "python/liger/ops/grouped_experts/"),
+    "experts": (
+        *_GATED, "csrc/experts/", "csrc/activation/swiglu.cu", "triton_kernels/expert_",
+        "python/liger/ops/grouped_experts/",
+    ),
     "fused_linear_ce": (*_HEAD, "python/liger/ops/fused_linear_ce/"),
     "geglu": (*_GATED, "csrc/activation/geglu.cu", "triton_kernels/geglu.py"),
     "heads": (*_HEAD, *_LOGPROBS, "python/liger/ops/fused_linear_ce/", "benchmarks/liger_bench/heads/"),

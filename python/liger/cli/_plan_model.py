@@ -24,6 +24,7 @@ def run(name, dtype, tokens, as_json, head_peak):
         from ..transformers.checkpointing.saved_bytes import (
             recomputed_layers,
             saved_in_layers,
+            saved_with_adapters,
             uncounted_layers,
         )
 
@@ -41,6 +42,7 @@ def run(name, dtype, tokens, as_json, head_peak):
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
+    adapters = saved_with_adapters(rows)
     step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
     if step:
         step["checkpointed"] = _checkpointed(step, layer_bytes, tokens)
@@ -49,6 +51,7 @@ def run(name, dtype, tokens, as_json, head_peak):
             "rows": [vars(row) for row in rows],
             "plain": plain,
             "recompute": recompute,
+            "adapters": adapters,
             "uncounted_layers": others,
         }
         print(json.dumps(result, indent=2))
@@ -65,7 +68,7 @@ def run(name, dtype, tokens, as_json, head_peak):
         names = ", ".join(f"{count} x {name}" for name, count in others.items())
         print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
     if step:
-        print(f"\n{_step_table(step, tokens, plain * tokens, recompute * tokens)}")
+        print(f"\n{_step_table(step, tokens, (plain, recompute), adapters)}")
         print(f"\n{_checkpointed_table(step['checkpointed'])}")
         print(
             "\nBeyond that: adapters, a layer's other temporaries, CUDA's context, the allocator's fragments."
@@ -86,14 +89,20 @@ def _step(model, dtype, tokens, head_peak):
     }
 
 
-def _step_table(step, tokens, *activations):
+def _step_table(step, tokens, saved, adapters):
+    """``saved``: bytes per token with liger.patch, and with recompute=True; ``adapters``: the first with
+    LoRA."""
+    activations = [count * tokens for count in saved]
     frozen = step["weights"] + step["head_peak"]
     trained = frozen + step["gradients_and_moments"]
     rows = [
         ("weights", *(step["weights"] for _ in activations)),
         ("activations of the layers", *activations),
         ("lm_head and its loss, at most", *(step["head_peak"] for _ in activations)),
-        ("peak with frozen weights (LoRA)", *(frozen + count for count in activations)),
+        (
+            "peak with frozen weights (LoRA)",
+            *(frozen + min(count, adapters * tokens) for count in activations),
+        ),
         ("peak with gradients and AdamW's moments", *(trained + count for count in activations)),
     ]
     lines = [(name, *map(human_bytes, counts)) for name, *counts in rows]

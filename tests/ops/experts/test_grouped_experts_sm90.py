@@ -150,7 +150,7 @@ def in_torch(monkeypatch):
         if not hasattr(torch.ops.liger_sm90, name):
             library.define(schemas[name])
         library.impl(name, function, "CPU")
-    monkeypatch.setattr(kernels, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: True)
     yield
     library._destroy()
     for name in IN_TORCH:
@@ -188,7 +188,7 @@ def arguments(**changed):
     ],
 )
 def test_what_the_kernels_do_not_take(monkeypatch, changed, words):
-    monkeypatch.setattr(kernels, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: True)
     assert kernels.unsupported(arguments()) is None
     assert words in kernels.unsupported(arguments(**changed))
 

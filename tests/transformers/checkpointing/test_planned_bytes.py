@@ -13,7 +13,11 @@ import liger
 from liger.transformers.checkpointing import decoder_layers, offload
 from liger.transformers.checkpointing.memory_plan import State
 from liger.transformers.checkpointing.offload import HostStore
-from liger.transformers.checkpointing.saved_bytes import recomputed_layers, saved_in_layers
+from liger.transformers.checkpointing.saved_bytes import (
+    recomputed_layers,
+    saved_in_layers,
+    saved_with_adapters,
+)
 
 TYPES = ("llama", "qwen3", "gemma3_text", "mixtral", "phi3")
 WITHIN = 0.05
@@ -71,7 +75,7 @@ def test_offloaded_layers(model_type, monkeypatch):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "phi3"])
 def test_adapters(model_type):
-    """LoRA on all linear layers reads what the gradients of weights read, and saves narrow tensors."""
+    """LoRA on all linear layers saves no product of gate and up, but narrow tensors."""
     peft, rank = pytest.importorskip("peft"), 4
 
     def adapted(model):
@@ -79,8 +83,7 @@ def test_adapters(model_type):
         return patched(peft.get_peft_model(model, config, autocast_adapter_dtype=False))
 
     model = patched(counted.build(model_type, layers=1))
-    expected = sum(row.plain for row in saved_in_layers(model, torch.bfloat16))
+    expected = saved_with_adapters(saved_in_layers(model, torch.bfloat16))
     linear = sum(isinstance(m, torch.nn.Linear) for m in model.model.layers.modules())
     found = counted.saved_per_token(adapted, model_type)
-    assert found == pytest.approx(expected, rel=WITHIN)
-    assert found == pytest.approx(expected + linear * rank * 2, rel=0.005)
+    assert found == pytest.approx(expected + linear * rank * 2, rel=WITHIN)

@@ -55,12 +55,13 @@ def unsupported(a):
         weight = getattr(a, name)
         if not weight.is_contiguous() or weight.data_ptr() % 16:
             return f"{name} is not contiguous or not aligned to 16 bytes"
-    if not _has_kernels(a.x):
+    if not has_kernels(a.x):
         return "the build or the device has no such kernels, or LIGER_WGMMA is 0"
     return None
 
 
-def _has_kernels(x):
+def has_kernels(x):
+    """True if this build, the device of x and LIGER_WGMMA have these kernels."""
     return (
         x.is_cuda
         and hasattr(torch.ops.liger_sm90, "takes_experts")
@@ -79,7 +80,7 @@ def _options(a):
 
 
 def _dense(tensor):
-    return None if tensor is None else tensor.contiguous()
+    return None if tensor is None else aligned(tensor)
 
 
 def aligned(rows):

@@ -30,6 +30,7 @@ from . import decoder_layers
 _FLOAT32, _INT64 = 4, 8
 # The row of what an attention kernel saves beyond its inputs.
 _KERNEL = "output, lse"
+_PRODUCT = "their product"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
             total[0] += row.plain
             total[1] += row.recompute
     return [Saved(part, tensor, *total) for (part, tensor), total in totals.items()]
+
+
+def saved_with_adapters(rows: list[Saved]) -> int:
+    """Bytes per token of rows of :func:`saved_in_layers` where LoRA layers train: they save no product of gate
+    and up, and small tensors beyond that."""
+    return sum(row.plain for row in rows if row.tensor != _PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def _mlp(module, config, size):
     for part in gated:
         width = part.down_proj.in_features * size
         yield Saved("MLP", "gate, up", *[2 * width] * 2)
-        yield Saved("MLP", "their product", width, 0)
+        yield Saved("MLP", _PRODUCT, width, 0)
     for part in experts:
         count, chosen = part.down_proj.shape[0], config.num_experts_per_tok
         width = part.down_proj.shape[1 if recipe_of(part).is_transposed else 2] * size
