@@ -178,7 +178,7 @@ def kernel_works(shape, inputs):
     weights = routing.weights(t["weights"])
     product, kept = sm90.gate_up(t["x"], routing, a, True)
     rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
-    # The kernel writes the gradient over it, which would shrink call by call; the next kernels read the first.
+    # The kernel writes the gradient over it, which shrinks call by call; other kernels read the first.
     spent = kept.clone()
     gemm = 2 * t["index"].numel() * shape.hidden * shape.intermediate
     transposed = a.is_transposed

@@ -40,7 +40,7 @@ struct LossNode final : SavingNode {
   variable_list apply(variable_list&& grads) override {
     const at::Tensor gradient = unpacked()[0];
     const at::Tensor &factor = grads[0], &of_gradient = grads[1];
-    const bool is_plain = is_plain_backward() && factor.defined() && !of_gradient.defined() &&
+    const bool is_plain = is_plain_backward(grads) && factor.defined() && !of_gradient.defined() &&
                           !gradient.key_set().has(c10::DispatchKey::Python) &&
                           !factor.key_set().has(c10::DispatchKey::Python);
     if (!is_plain) {

@@ -66,7 +66,8 @@ bool convert(PyObject* value, c10::TypeKind kind, IValue& result, bool& requires
     case c10::TypeKind::TensorType: {
       if (!THPVariable_CheckExact(value)) return false;
       const at::Tensor& tensor = THPVariable_Unpack(value);
-      if (tensor.layout() != c10::kStrided || tensor._fw_grad(/*level=*/0).defined()) return false;
+      if (tensor.layout() != c10::kStrided || tensor.is_nested() || tensor.is_quantized()) return false;
+      if (tensor._fw_grad(/*level=*/0).defined()) return false;
       requires_grad |= tensor.requires_grad();
       result = tensor;
       return true;
@@ -131,31 +132,40 @@ bool Entry::parse(PyObject* const* args, size_t count, PyObject* keywords, Stack
   return true;
 }
 
+PyObject* run(const Entry& entry, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  if (!is_plain()) Py_RETURN_NOTIMPLEMENTED;
+  Stack stack = entry.defaults;
+  bool records = false;
+  if (!entry.parse(args, count, keywords, stack, records)) Py_RETURN_NOTIMPLEMENTED;
+  records = records && c10::GradMode::is_enabled();
+  if (!entry.formula.prepare(stack, records)) Py_RETURN_NOTIMPLEMENTED;
+  {
+    py::gil_scoped_release released;
+    if (records) {
+      entry.formula.record(stack);
+    } else {
+      at::AutoDispatchBelowAutograd below;
+      entry.formula.forward.callBoxed(stack);
+    }
+  }
+  if (entry.results == 1) return THPVariable_Wrap(stack[0].toTensor());
+  auto results = py::reinterpret_steal<py::object>(PyTuple_New(entry.results));
+  if (!results) throw python_error();
+  for (size_t i = 0; i < entry.results; ++i)
+    PyTuple_SET_ITEM(results.ptr(), i, THPVariable_Wrap(stack[i].toTensor()));
+  return results.release().ptr();
+}
+
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   try {
     torch::PyWarningHandler warnings;
-    const Entry& entry = *static_cast<const Entry*>(PyCapsule_GetPointer(self, nullptr));
-    if (!is_plain()) Py_RETURN_NOTIMPLEMENTED;
-    Stack stack = entry.defaults;
-    bool records = false;
-    if (!entry.parse(args, count, keywords, stack, records)) Py_RETURN_NOTIMPLEMENTED;
-    records = records && c10::GradMode::is_enabled();
-    if (!entry.formula.prepare(stack, records)) Py_RETURN_NOTIMPLEMENTED;
-    {
-      py::gil_scoped_release released;
-      if (records) {
-        entry.formula.record(stack);
-      } else {
-        at::AutoDispatchBelowAutograd below;
-        entry.formula.forward.callBoxed(stack);
-      }
+    try {
+      return run(*static_cast<const Entry*>(PyCapsule_GetPointer(self, nullptr)), args, count, keywords);
+    } catch (...) {
+      // Its destructor must not throw a pending warning as a second exception.
+      warnings.set_in_exception();
+      throw;
     }
-    if (entry.results == 1) return THPVariable_Wrap(stack[0].toTensor());
-    auto results = py::reinterpret_steal<py::object>(PyTuple_New(entry.results));
-    if (!results) throw python_error();
-    for (size_t i = 0; i < entry.results; ++i)
-      PyTuple_SET_ITEM(results.ptr(), i, THPVariable_Wrap(stack[i].toTensor()));
-    return results.release().ptr();
   } catch (...) {
     // Not HANDLE_TH_ERRORS, which would catch exceptions of torch's pybind11 as exceptions of this one.
     torch::translate_exception_to_python(std::current_exception());

@@ -128,7 +128,7 @@ struct OpNode final : SavingNode {
 
   // True if the backward op alone can compute the gradients, without the formula in Python.
   bool is_plain(const variable_list& grads) const {
-    if (!is_plain_backward()) return false;
+    if (!is_plain_backward(grads)) return false;
     for (const Source& source : formula.sources)
       if (source.kind == Source::kGrad && !source.optional && !grads[source.index].defined()) return false;
     return true;
@@ -272,7 +272,9 @@ variable_list SavingNode::unpacked() {
   return tensors;
 }
 
-bool is_plain_backward() {
+bool is_plain_backward(const variable_list& grads) {
+  for (const at::Tensor& grad : grads)
+    if (grad.defined() && grad._fw_grad(/*level=*/0).defined()) return false;
   // Modes, transforms and batches of gradients include further keys.
   return !c10::GradMode::is_enabled() &&
          c10::impl::tls_local_dispatch_key_set().included_ == c10::default_included_set;

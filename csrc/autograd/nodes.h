@@ -90,8 +90,9 @@ struct SavingNode : Node {
   variable_list unpacked();
 };
 
-// False in a backward that only Python handles: under create_graph, modes, transforms, batches of gradients.
-bool is_plain_backward();
+// False in a backward that only Python handles: under create_graph, modes, transforms, batches of gradients,
+// and for gradients with tangents.
+bool is_plain_backward(const variable_list& grads);
 
 inline IValue tensor_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? IValue(tensor) : IValue();

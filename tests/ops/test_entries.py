@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as fw
 from packages import ROOT, call
 from public_ops import CASES, as_tuple, inputs_of, results
 from torch.overrides import BaseTorchFunctionMode
@@ -157,9 +158,63 @@ def test_bad_input(name, device):
         ("unknown", 1),
     ]:
         assert_as_python(name, bound(name, device, **{option: value}))
+    x = inputs_of(name, device)[0].detach()
+    for other in (
+        x.to_sparse(),
+        torch.nested.nested_tensor([x, x]),
+        torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ):
+        assert_as_python(name, bound(name, device, **{first: other}))
     missing = bound(name, device)
     del missing[first]
     assert assert_as_python(name, missing)[0] is TypeError
+
+
+def test_tangents_of_the_upstream_gradient(name, device):
+    """Where autograd has them, the results of a backward have them, too."""
+    inputs = inputs_of(name, device)
+
+    def tangents():
+        output = next(o for o in as_tuple(CASES[name].function(*inputs)) if o is not None)
+        torch.manual_seed(1)
+        with fw.dual_level():
+            upstream = fw.make_dual(torch.randn_like(output), torch.randn_like(output))
+            try:
+                grads = torch.autograd.grad(output, inputs[0], upstream)
+            except NotImplementedError:
+                return None
+            return fw.unpack_dual(grads[0]).tangent
+
+    entered = tangents()
+    with BaseTorchFunctionMode():
+        python = tangents()
+    assert (entered is None) == (python is None)
+    if python is not None:
+        torch.testing.assert_close(entered, python)
+
+
+_WARN_AND_RAISE = """
+import torch, warnings, liger
+
+def pack(tensor):
+    torch._C._jit_set_nvfuser_enabled(True)  # warns in C++, which the call of liger._C reports at its end
+    raise KeyError("of the hook")
+
+torch.set_warn_always(True)
+warnings.simplefilter("error")
+try:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        liger.relu_squared(torch.randn(4, 8, requires_grad=True))
+except KeyError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch._C, "_jit_set_nvfuser_enabled"), reason="no function that warns so")
+def test_an_error_after_a_warning_that_is_an_error(tmp_path):
+    code, output = call(sys.executable, "-c", _WARN_AND_RAISE, cwd=tmp_path, check=False)
+    assert code == 0 and "of the hook" in output, output
 
 
 def test_by_position(name, device):

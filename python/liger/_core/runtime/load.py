@@ -107,7 +107,7 @@ def _load_cuda():
 
 def _torch_abi(version):
     """The part of a torch version that C++ code depends on: a release keeps its ABI within major.minor,
-    anything else is one of its kind. cmake/LigerAutograd.cmake does the same."""
+    anything else is one of its kind. cmake/LigerExtension.cmake does the same."""
     release = re.fullmatch(r"(\d+)\.(\d+)\.\d+([+].*)?", version)
     return "_".join(release.groups()[:2]) if release else re.sub("[^0-9A-Za-z]", "_", version)
 

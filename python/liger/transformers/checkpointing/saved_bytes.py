@@ -63,8 +63,8 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
 
 
 def saved_with_adapters(rows: list[Saved]) -> int:
-    """Bytes per token of rows of :func:`saved_in_layers` where LoRA layers train: they save no product of gate
-    and up, and small tensors beyond that."""
+    """Bytes per token of rows of :func:`saved_in_layers` where LoRA layers train, which save no product of
+    gate and up; without the narrow tensors of adapters."""
     return sum(row.plain for row in rows if row.tensor != _PRODUCT)
 
 
