@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The grouped GEMMs of grouped_experts on compute capability 9.0: first their errors, then their times.
 
+    PYTHONPATH=benchmarks timeout 120 python -m liger_bench.expert_kernels --only-check --small
     PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --json r.json
-    PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --only-check --small
 
 Errors: norms relative to float64, for skewed routings, vs. the errors of the default path.
 Times: each kernel alone, in TFLOP/s, and forward and backward of the op, in turns with the default path, for

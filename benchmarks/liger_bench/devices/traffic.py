@@ -170,7 +170,7 @@ RANKS = (2, 8, 64, 512)
 
 
 def steps(compute):
-    """The steps that docs/scaling.md predicts, with {name: seconds of computation of one rank}."""
+    """The steps that docs/lab/scaling.md predicts, with {name: seconds of computation of one rank}."""
     return [
         Step(
             f"FSDP2, {name}",
