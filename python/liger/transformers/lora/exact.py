@@ -14,6 +14,8 @@ from ...ops.grouped_experts.grouped_mm import split
 def _parts(t, count):
     """bfloat16 views that add up to a float32 tensor, the largest first; three are exact, two have 16
     bits."""
+    if 1 not in t.stride():
+        t = t.contiguous()
     if t.stride(1) != 1:
         return [part.t() for part in _parts(t.t(), count)]
     parts = []
