@@ -64,3 +64,19 @@ def test_factors_of_any_strides(dtype, strides, rank, device):
     ours, theirs, exact = (results_of(layer, x, upstream) for layer in found)
     for name in ours:
         assert_as_exact_as_torch(ours[name], theirs[name], exact[name], name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_rank_products_beyond_the_range_of_float16(dtype, device, monkeypatch):
+    """A fresh adapter (B = 0), and upstream gradients that a GradScaler has scaled; in blocks of rows."""
+    for name in ("_CPU_BLOCK", "_GPU_BLOCK"):
+        monkeypatch.setattr(f"liger._core.math.row_blocks.{name}", 2 * OUTPUTS)
+    a = torch.linspace(0, 10, RANK * INPUTS, device=device).view(RANK, INPUTS)
+    x = 3000 * torch.randn(ROWS, INPUTS, device=device).to(dtype)
+    upstream = torch.full((ROWS, OUTPUTS), 2000, dtype=dtype, device=device)
+    b = torch.linspace(0.5, 1, OUTPUTS * RANK, device=device).view(OUTPUTS, RANK)
+    for factors, given in (((a, 0 * b), x), ((1e-3 * (a - 5), b), x / 3000)):
+        found = layers(dtype, device, *factors)
+        ours, theirs, exact = (results_of(layer, given, upstream) for layer in found)
+        for name in ours:
+            assert_as_exact_as_torch(ours[name], theirs[name], exact[name], name)
