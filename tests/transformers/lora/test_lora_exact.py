@@ -80,3 +80,16 @@ def test_low_rank_products_beyond_the_range_of_float16(dtype, device, monkeypatc
         ours, theirs, exact = (results_of(layer, given, upstream) for layer in found)
         for name in ours:
             assert_as_exact_as_torch(ours[name], theirs[name], exact[name], name)
+
+
+@pytest.mark.parametrize("where", ["x", "upstream", "A", "B"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_same_elements_are_finite(dtype, where, device):
+    given = {"x": (ROWS, INPUTS), "upstream": (ROWS, OUTPUTS), "A": (RANK, INPUTS), "B": (OUTPUTS, RANK)}
+    given = {name: torch.randn(shape, device=device).to(dtype) for name, shape in given.items()}
+    given[where][1, 2] = float("inf")
+    found = layers(dtype, device, given["A"].float(), given["B"].float())[:2]
+    ours, theirs = (results_of(layer, given["x"], given["upstream"]) for layer in found)
+    for name in ours:
+        assert torch.equal(ours[name].isfinite(), theirs[name].isfinite()), name
+    assert not all(their.isfinite().all() for their in theirs.values())
