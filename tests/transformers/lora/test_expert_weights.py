@@ -5,6 +5,8 @@ what runs PEFT's code."""
 import copy
 import pickle
 import statistics
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -211,6 +213,26 @@ def test_an_error_leaves_nothing_behind(device):
     with pytest.raises(RuntimeError):
         wrappers_of(ours)[0](torch.randn(3, 7, device=device), torch.zeros(3, 2).long(), torch.ones(3, 2))
     assert_same(ours, theirs)
+
+
+def test_calls_in_two_threads(device):
+    """Both calls reach the experts before either runs; one has no adapters."""
+    ours, theirs = pair(device)
+    wrapper, experts = wrappers_of(ours)[0], experts_of(ours)[0]
+    given = torch.randn(5, 64, device=device), torch.tensor([[0, 1]] * 5, device=device)
+    given = (*given, torch.rand(5, 2, device=device))
+    expected = [module(*given).detach() for module in (wrappers_of(theirs)[0], experts_of(theirs)[0])]
+    meet = threading.Barrier(2, timeout=60)
+
+    def wait(*_):
+        meet.wait()
+
+    hooks = [experts.register_forward_pre_hook(wait), experts.register_forward_hook(wait)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [call.result().detach() for call in [pool.submit(m, *given) for m in (wrapper, experts)]]
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(found, expected)
 
 
 # --- with other features ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ wrapper gives its factors to the patched experts instead. PEFT is not imported.
 
 import contextlib
 import functools
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,11 +25,27 @@ from ..recipe.classes import recipe_of
 from .layer import HOOKED, SEVERAL
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-# Attribute of the experts during a call: weight -> its wrapper, the outermost first.
-_WRAPPERS = "_liger_wrappers"
 UNPATCHED = "its experts are not patched"
 SWITCHED = "PEFT takes merged adapters out of the weights first"
 TWICE = "it wraps a weight that another wrapper adapts"
+
+
+class _Local(threading.local):
+    def __init__(self):
+        # The experts that a wrapper calls, and weight -> its wrapper, the outermost first.
+        self.call = (None, None)
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def _calling(experts, wrappers):
+    before, _local.call = _local.call, (experts, wrappers)
+    try:
+        yield
+    finally:
+        _local.call = before
 
 
 def is_wrapper(module):
@@ -96,18 +113,16 @@ class ExpertWeightRecipe:
             experts, wrappers = found
             if not wrappers:
                 return experts(x, *args, **kwargs)
-            experts.__dict__[_WRAPPERS] = wrappers
-            try:
+            with _calling(experts, wrappers):
                 return experts(x, *args, **kwargs)
-            finally:
-                experts.__dict__.pop(_WRAPPERS, None)
 
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
 def wrappers_of(experts):
-    """The wrappers of this call of patched experts, or None."""
-    return experts.__dict__.get(_WRAPPERS)
+    """The wrappers of this thread's call of patched experts, or None."""
+    callee, wrappers = _local.call
+    return wrappers if callee is experts else None
 
 
 def takes(x, parameters, wrappers):
@@ -136,9 +151,9 @@ def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
 
 @contextlib.contextmanager
 def dense(experts, wrappers):
-    """Inside, the weights of the experts are the sums that PEFT computes."""
-    experts.__dict__.pop(_WRAPPERS, None)
+    """Inside, the weights of the experts are the sums that PEFT computes, in all threads."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_calling(None, None))
         for wrapper in wrappers.values():
             stack.enter_context(wrapper._activate_lora(wrapper.active_adapters))
         yield
