@@ -106,13 +106,13 @@ class HostStore:
         self._unused = deque()
 
     def __getstate__(self):
-        # Blocks, streams and graphs belong to one model.
-        return {"offload": self.offload, "is_on": self.is_on}
+        # Blocks, streams and graphs belong to one model. Its plan, which a copy has, counts on the inputs.
+        return {"offload": self.offload, "is_on": self.is_on, "most": max(self.most, self.inputs)}
 
     def __setstate__(self, state):
         self.offload = state["offload"]
         self._reset()
-        self.is_on = state["is_on"]
+        self.is_on, self.most = state["is_on"], state["most"]
 
     def turn_on(self):
         """Moves tensors from now on, unless ``offload=False`` forbids it; returns whether that is a
@@ -189,7 +189,11 @@ class HostStore:
         """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before, which
         moves so many bytes of attention."""
         beyond = ratio * self.most + attention - self._held
-        return max(0, int(beyond - self.pool.room())) if beyond > 0 else 0
+        if beyond <= 0:
+            return 0
+        # Before the first tensor moves, and in a copy of a model, there is no pool yet.
+        pool = self.pool or host_pool.HostPool(self.limit, None)
+        return max(0, int(beyond - pool.room()))
 
     @property
     def _held(self):
