@@ -301,12 +301,16 @@ class Planner:
         known = self.longest
         if is_longer:
             self.longest = [max(pair) for pair in zip(load, known, strict=True)]
+        if is_longer or lacks_plan:
             self.settled.clear()
             self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
-        if lacks_plan:
-            self.is_arranged = False
-        elif not self.is_arranged:
+        if lacks_plan and self.plan is not None:
+            # Another rank has discarded its plan. All ranks measure in the same steps, so that each of them
+            # takes part in every agreement below.
+            self.forget()
+            self.step, self.phase_start[phase], before = step, step.start, 0
+        elif not lacks_plan and not self.is_arranged:
             self._arrange()
         kept = before
         if is_longer or asked or phase not in self.settled:
