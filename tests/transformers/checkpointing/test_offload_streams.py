@@ -2,8 +2,8 @@
 """The order of copies and kernels of an offloading store, on streams that run in any order of their events.
 
 A simulated stream collects its work, and runs it in a random order of all streams at the end: later than the
-host, as on a GPU. Memory that is freed is overwritten by the stream that computes, and new memory is first
-written by work that was issued before, as memory of a caching allocator is.
+host, as on a GPU. Memory that is freed is overwritten by the stream that computes, which nobody else may write
+then, and new memory is first written by work that was issued before, as memory of a caching allocator is.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Streams:
     for."""
 
     def __init__(self, ignored=None):
-        self.device, self.memory = torch.device("cpu"), {}
+        self.device, self.memory, self.users, self.freed = torch.device("cpu"), {}, {}, []
         self.all = [Stream(name, ignored) for name in ("computing", "leave", "back", "other")]
         self.computing, self.leave, self.back, self.other = self.all
 
@@ -68,8 +68,19 @@ class Streams:
         owner = memory.view()
         tensor = torch.from_numpy(owner).as_strided(shape, stride)
         self.memory[tensor.data_ptr()] = memory
-        weakref.finalize(owner, self.computing.run, functools.partial(self.alias(tensor).fill_, NAN))
+        weakref.finalize(owner, self.free, tensor.data_ptr(), self.alias(tensor))
         return tensor
+
+    def used_by(self, tensor, stream):
+        self.users.setdefault(tensor.data_ptr(), []).append(stream)
+
+    def free(self, address, memory):
+        """The next work of the computing stream may have the memory, behind the work of streams that used it."""
+        events = [stream.record_event() for stream in self.users.pop(address, ())]
+        self.freed.append(memory)
+        self.computing.run(
+            functools.partial(memory.fill_, NAN), lambda: all(stream.done >= count for stream, count in events)
+        )
 
     def alias(self, tensor):
         """A tensor of the same elements for work that runs later, which does not keep them alive."""
@@ -149,7 +160,7 @@ class Training:
 
     def finish(self):
         self.streams.finish(self.chance)
-        return self.wrong
+        return self.wrong + [("written", x[0].item()) for x in self.streams.freed if not torch.all(x.isnan())]
 
 
 def steps(training):
@@ -180,6 +191,15 @@ def parts_of_graphs(training):
     training.backward(training.forward(2))
 
 
+def the_end_of_a_plan(training):
+    """Behind a backward that ends in the middle: tensors that it has fetched have neither a reader nor a store."""
+    graph = training.forward(0)
+    training.backward(graph, until=3)
+    training.store = HostStore(training.store.limit)
+    del graph
+    training.backward(training.forward(1))
+
+
 def another_stream(training):
     """The second step does not wait for the first one, which has other memory of the device."""
     training.backward(training.forward(0))
@@ -207,7 +227,7 @@ def kept_attention(training):
             del x, first, second, kept
 
 
-PROGRAMS = [another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs]
+PROGRAMS = [another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs, the_end_of_a_plan]
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**16], ids=["", "little host memory"])

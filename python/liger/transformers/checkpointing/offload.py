@@ -102,8 +102,6 @@ class HostStore:
         self._group = None
         # Layers with copies to the host that the computing stream has not waited for.
         self._leaving = deque()
-        # Tensors that were fetched for nothing, with the events of their copies.
-        self._unused = deque()
 
     def __getstate__(self):
         # Blocks, streams and graphs belong to one model. Its plan, which a copy has, counts on the inputs.
@@ -152,10 +150,6 @@ class HostStore:
         """Lets go of the tensors of all but the last layers, once their copies are done."""
         while len(self._leaving) > most:
             self._leaving.popleft().retire()
-        while self._unused:
-            _, event, stream = self._unused[0]
-            stream.wait_event(event)
-            self._unused.popleft()
 
     def put(self, tensor, is_input=False):
         """The handle of a tensor, which is moved unless a reason of this class speaks against it."""
@@ -258,7 +252,7 @@ class Moved:
         self._group, self._span = group, span
         # The tensor on the device, the event of its copy, and the stream that has allocated it.
         self._ahead = self._read = None
-        self._streams, self._pool, self._unused = store.streams, store.pool, store._unused
+        self._streams, self._pool = store.streams, store.pool
         self._like = tensor.shape, tensor.stride(), tensor.dtype
         memory = self._pool.memory(span)[: tensor.nbytes]
         self._host = memory.view(tensor.dtype).as_strided(self._like[0], self._like[1])
@@ -299,7 +293,8 @@ class Moved:
     def __del__(self):
         # Runs in any thread, also within a method of the pool.
         if self._ahead is not None:
-            self._unused.append(self._ahead)
+            # Fetched for nothing. No stream has waited for the copy, and perhaps none of this store ever will.
+            self._streams.used_by(self._ahead[0], self._streams.back)
         self._pool.give_back(self._span, self._read)
 
 
