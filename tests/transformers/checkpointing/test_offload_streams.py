@@ -124,10 +124,10 @@ class Training:
         monkeypatch.setattr(offload, "_task", lambda: self.task)
         self.store = HostStore(limit)
 
-    def forward(self, value):
+    def forward(self, value, is_cut=False):
         store, graph = self.store, []
         store.begin(is_new_step=False)
-        for layer in range(LAYERS):
+        for layer in range(LAYERS - is_cut):
             with store.layer(stays=layer == LAYERS - 1):
                 handles = []
                 for number in range(self.per_layer):
@@ -137,12 +137,13 @@ class Training:
                     handles.append((store.put(x), expected))
                     del x
                 graph.append(handles)
-        store.flush()
+        if not is_cut:
+            store.flush()
         return graph
 
     def backward(self, graph, until=0, retain=False):
         self.task += 1
-        for layer in reversed(range(until, LAYERS)):
+        for layer in reversed(range(until, len(graph))):
             for handle, expected in graph[layer]:
                 self.read(handle.get(), expected)
             if not retain:
@@ -200,6 +201,17 @@ def the_end_of_a_plan(training):
     training.backward(training.forward(1))
 
 
+def the_last_layer_does_not_run(training):
+    """Where it is cut or dropped, nothing tells the store of the end of the forward."""
+    for value in range(3):
+        graph = training.forward(value, is_cut=True)
+        assert training.store._leaving
+        training.backward(graph, until=LAYERS - 2)
+        assert not training.store._leaving
+        del graph[LAYERS - 2 :]
+        training.backward(graph)
+
+
 def another_stream(training):
     """The second step does not wait for the first one, which has other memory of the device."""
     training.backward(training.forward(0))
@@ -227,7 +239,10 @@ def kept_attention(training):
             del x, first, second, kept
 
 
-PROGRAMS = [another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs, the_end_of_a_plan]
+PROGRAMS = [
+    another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs, the_end_of_a_plan,
+    the_last_layer_does_not_run,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**16], ids=["", "little host memory"])

@@ -131,22 +131,26 @@ class HostStore:
     def flush(self):
         """Ends the forward: the computing stream waits for all copies to the host."""
         self._group = None
-        self._retire(0)
+        self.retire()
 
     @contextlib.contextmanager
     def layer(self, stays=False):
         """The forward of one layer; ``stays``: its tensors stay on the device."""
-        self._retire(1)
+        self.retire(1)
         # The layer before exists until this one has run: its tensors keep their addresses.
         before = self._group
         self._group = group = _Group(self, before, stays)
         try:
             yield
-        finally:
-            if group.leaving:
-                self._leaving.append(group)
+        except BaseException:
+            # Neither a later layer nor the end of the forward runs.
+            group.retire()
+            self.flush()
+            raise
+        if group.leaving:
+            self._leaving.append(group)
 
-    def _retire(self, most):
+    def retire(self, most=0):
         """Lets go of the tensors of all but the last layers, once their copies are done."""
         while len(self._leaving) > most:
             self._leaving.popleft().retire()
@@ -226,6 +230,8 @@ class _Group:
         if task == self.task or task == -1:
             return
         self.task = task
+        # Without an end of the forward, where the last layer does not run.
+        self.store.retire()
         self.fetch()
         if (before := self.before()) is not None:
             before.fetch()
