@@ -49,6 +49,8 @@ class Planner:
         # The reason why no layer can keep its attention alone.
         self.refusal: str | None = None
         self.longest: list[int] = []
+        # Of the activations between the layers.
+        self.dtype: torch.dtype | None = None
         self.starts: deque[int] = deque(maxlen=64)
         # By phase, which is whether gradients exist at the start of the step. Kept: the level of the plan.
         self.phase_start: dict[bool, int] = {}
@@ -94,7 +96,8 @@ class Planner:
             return
         if self.meter is None:
             self._begin(hidden)
-        if self.switches.read():
+        if self.switches.read() or hidden.dtype != self.dtype:
+            self.dtype = hidden.dtype
             self.forget()
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
