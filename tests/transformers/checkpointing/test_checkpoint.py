@@ -90,7 +90,7 @@ def test_accumulation_and_evaluation():
 
 @pytest.mark.parametrize("when", ["before the plan", "after it"])
 def test_gradients_when_the_first_step_is_measured(when, capsys):
-    """Its peak bounds no step without gradients at its start, which holds them later: that one is measured."""
+    """Its peak bounds no step that starts without gradients, which holds them later: that one is measured."""
     model, given = liger.patch(llama(), rope=False), tiny_models.batch()
     if when == "after it":
         lt.checkpoint(model, PLENTY)

@@ -179,7 +179,9 @@ def test_after_an_error_in_a_backward():
         model(**tiny_models.batch()).loss.backward()
     handle.remove()
     optimizer.zero_grad()
-    message = r"After an error in a backward, call zero_grad\(\) and then optimizer\.step\(\) before the next one"
+    message = (
+        r"After an error in a backward, call zero_grad\(\) and then optimizer\.step\(\) before the next one"
+    )
     with pytest.raises(RuntimeError, match=message):
         model(**tiny_models.batch()).loss.backward()
     before = [p.detach().clone() for p in model.parameters()]

@@ -2,8 +2,8 @@
 """The order of copies and kernels of an offloading store, on streams that run in any order of their events.
 
 A simulated stream collects its work, and runs it in a random order of all streams at the end: later than the
-host, as on a GPU. Memory that is freed is overwritten by the stream that computes, which nobody else may write
-then, and new memory is first written by work that was issued before, as memory of a caching allocator is.
+host, as on a GPU. Memory that is freed is overwritten by the stream that computes, and by nothing else from
+then on, and new memory is first written by work that was issued before, as memory of a caching allocator is.
 """
 
 import functools
@@ -75,11 +75,12 @@ class Streams:
         self.users.setdefault(tensor.data_ptr(), []).append(stream)
 
     def free(self, address, memory):
-        """The next work of the computing stream may have the memory, behind the work of streams that used it."""
+        """The computing stream may have the memory next, behind the work of the streams that used it."""
         events = [stream.record_event() for stream in self.users.pop(address, ())]
         self.freed.append(memory)
         self.computing.run(
-            functools.partial(memory.fill_, NAN), lambda: all(stream.done >= count for stream, count in events)
+            functools.partial(memory.fill_, NAN),
+            lambda: all(stream.done >= count for stream, count in events),
         )
 
     def alias(self, tensor):
@@ -193,7 +194,7 @@ def parts_of_graphs(training):
 
 
 def the_end_of_a_plan(training):
-    """Behind a backward that ends in the middle: tensors that it has fetched have neither a reader nor a store."""
+    """After a backward that ends in the middle: what it has fetched has neither a reader nor a store."""
     graph = training.forward(0)
     training.backward(graph, until=3)
     training.store = HostStore(training.store.limit)

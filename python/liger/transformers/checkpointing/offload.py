@@ -299,7 +299,7 @@ class Moved:
     def __del__(self):
         # Runs in any thread, also within a method of the pool.
         if self._ahead is not None:
-            # Fetched for nothing. No stream has waited for the copy, and perhaps none of this store ever will.
+            # Fetched for nothing: no stream has waited for the copy, and this store may have no next step.
             self._streams.used_by(self._ahead[0], self._streams.back)
         self._pool.give_back(self._span, self._read)
 
