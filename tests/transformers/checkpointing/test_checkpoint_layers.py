@@ -192,7 +192,7 @@ def test_layers_on_several_devices_are_all_recomputed(capsys):
 
 
 def test_ranks_without_a_plan_count_on_all_ranks():
-    """Another rank could not count its first step: here, too, a layer is counted once more, for a new plan."""
+    """Another rank could not count its first step: here, too, a layer counts once more, for a new plan."""
     model = lt.checkpoint(llama(), PLENTY)
     (planner,) = planners(model)
     tiny_models.step(model, **tiny_models.batch())
