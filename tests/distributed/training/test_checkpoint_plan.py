@@ -152,6 +152,30 @@ def test_a_longer_step_of_one_rank_shrinks_the_plan_of_all(capsys):
     assert ("are more than in any step before" in capsys.readouterr().err) == (ranks.RANK == 0)
 
 
+@needs_counts
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_one_rank_alone_starts_to_offload(micro_batch):
+    """It measures anew, and the other ranks, whose plans were settled, do so in the same steps."""
+    model, levels = lt.checkpoint(make(), PLENTY), []
+    (planner,) = planners(model)
+    for number in range(5):
+        model.zero_grad()
+        for batch in range(2):
+            if number == 3 and batch == micro_batch and ranks.RANK:
+                assert planner.settled == {False, True}
+                planner.memory = "auto"
+                planner._offload("a step ran out of memory")
+            model(**tiny_models.batch(ranks.DEVICE)).loss.backward()
+            levels.append(kept(model))
+    assert planner.store.is_on == (ranks.RANK > 0)
+    # Recomputed are the step that counts and, behind gradients, the first one without them.
+    start = 6 + micro_batch
+    assert levels[start - 1] == MOST and levels[start] == 0 and levels[-1] == MOST
+    of_ranks = [None] * ranks.WORLD
+    torch.distributed.all_gather_object(of_ranks, (levels, planner.settled, planner.kept, planner.age))
+    assert of_ranks[0] == of_ranks[1]
+
+
 def test_a_group_of_one_rank(capsys):
     groups = [torch.distributed.new_group([rank]) for rank in range(ranks.WORLD)]
     model = make()

@@ -88,6 +88,28 @@ def test_accumulation_and_evaluation():
     assert planner.kept == {False: MOST, True: MOST}
 
 
+@pytest.mark.parametrize("when", ["before the plan", "after it"])
+def test_gradients_when_the_first_step_is_measured(when, capsys):
+    """Its peak bounds no step that starts without gradients, which holds them later: that one is measured."""
+    model, given = liger.patch(llama(), rope=False), tiny_models.batch()
+    if when == "after it":
+        lt.checkpoint(model, PLENTY)
+    model(**given).loss.backward()
+    # In the middle of the micro-batches of a step.
+    liger.patch(model) if when == "after it" else lt.checkpoint(model, PLENTY)
+    for _ in range(2):
+        model(**given).loss.backward()
+    (planner,) = planners(model)
+    assert planner.kept == {True: MOST}
+    seen = []
+    for _ in range(2):
+        capsys.readouterr()
+        tiny_models.step(model, **given)
+        seen.append((planner.kept[False], capsys.readouterr().err))
+    assert [count for count, _ in seen] == [0, MOST]
+    assert "at 22 tokens; peak not measured yet" in seen[0][1] and "peak at most" in seen[1][1]
+
+
 def test_forwards_without_a_backward():
     """Those whose result is gone do not count: after an error, or where the loss alone is asked for."""
     model = lt.checkpoint(llama(attn_implementation="sdpa"), PLENTY)

@@ -39,6 +39,24 @@ def test_layers_for_given_bytes(count):
         assert calls == [*range(LAYERS), *reversed(range(LAYERS - expected))]
 
 
+def test_a_model_in_another_dtype():
+    """A settled plan counts the bytes of layers again."""
+    model, given = lt.checkpoint(llama().bfloat16(), PLENTY), tiny_models.batch()
+    (planner,) = planners(model)
+    costs, levels = [], []
+    for change in (model.bfloat16, model.float, model.float):
+        change()
+        for _ in range(3):
+            tiny_models.step(model, **given)
+            levels.append(planner.step.kept)
+        assert planner.settled == {False}
+        costs.append(planner.plan.cost(1))
+    assert levels == [0, MOST, MOST, 0, *[MOST] * 5]
+    assert 1.5 * costs[0] < costs[1] == costs[2]
+    kinds = {decoder_layers.kind(layer) for layer in (*model.model.layers, model.model.layers[0].bfloat16())}
+    assert len(kinds) == 2
+
+
 def test_bytes_of_a_layer():
     """Those that autograd saves, counted without the planner."""
     model, sizes = llama(), {}
@@ -174,14 +192,14 @@ def test_layers_on_several_devices_are_all_recomputed(capsys):
 
 
 def test_ranks_without_a_plan_count_on_all_ranks():
-    """Another rank could not count its first step: here, too, a layer is called by its probe once more."""
+    """Another rank could not count its first step: here, too, a layer counts once more, for a new plan."""
     model = lt.checkpoint(llama(), PLENTY)
     (planner,) = planners(model)
     tiny_models.step(model, **tiny_models.batch())
     planner.agreement.largest = lambda numbers: [*numbers[:-1], 1]
     planner.agreement.smallest = lambda numbers: [0, 0]
     tiny_models.step(model, **tiny_models.batch())
-    assert planner.plan is not None
+    assert planner.plan is None
     assert isinstance(vars(planner.layers[-1])["_gradient_checkpointing_func"], Probe)
     del planner.agreement.smallest, planner.agreement.largest
     for _ in range(3):

@@ -166,6 +166,32 @@ def test_accumulation_raises_before_it_harms():
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+def test_after_an_error_in_a_backward():
+    model = llama()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    lt.release_gradients(optimizer)
+
+    def fail(_):
+        raise MemoryError("in a backward")
+
+    handle = model.model.layers[1].mlp.down_proj.weight.register_hook(fail)
+    with pytest.raises(MemoryError, match="in a backward"):
+        model(**tiny_models.batch()).loss.backward()
+    handle.remove()
+    optimizer.zero_grad()
+    message = (
+        r"After an error in a backward, call zero_grad\(\) and then optimizer\.step\(\) before the next one"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        model(**tiny_models.batch()).loss.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    model(**tiny_models.batch()).loss.backward()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_scaled_gradients_raise():
     model = llama()
     optimizer = OPTIMIZERS["sgd"](model.parameters())

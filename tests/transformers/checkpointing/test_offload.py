@@ -192,6 +192,7 @@ def test_errors_and_forwards_without_a_backward():
         handle = models[0].model.layers[number].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="in a layer"):
             models[0](**tiny_models.batch())
+        assert not planner.store._leaving
         handle.remove()
         assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
         # The graph of a forward with an error is a cycle.

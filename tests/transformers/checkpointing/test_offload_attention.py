@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Kept attention in host memory: bits, bytes, and the order of copies, waits and reuse of memory."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -148,6 +150,31 @@ def test_little_host_memory():
     for _ in range(2):
         assert_bits(*(tiny_models.step(m, **given) for m in models))
     assert planner.store.refused > 0 and planner.store.moved > 0 and planner.store.pool.size <= 4 * 4096
+
+
+def test_inputs_that_are_too_small_to_move(monkeypatch):
+    """The plan asks for room on the host before anything has moved."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", INPUT + 1)
+    given, model = tiny_models.batch(), llama(attn_implementation="sdpa", head_dim=32)
+    planner = planned(model, given)
+    assert planner.store.moved == planner.store.refused == 0
+    set_level(model, MOST)
+    tiny_models.step(model, **given)
+    assert planner.store.inputs == 0 and planner.store.moved == (MOST - 1) * 2 * OUTPUT
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_planned_model(copied):
+    """It has the plan and the inputs that this plan moves, and host memory of its own."""
+    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    planner = planned(model, given, offload=10**6)
+    set_level(model, MOST)
+    expected = tiny_models.step(model, **given)
+    other = copied(model)
+    (theirs,) = planners(other)
+    assert theirs.store.shortage(100.0) == 100 * (LAYERS - 1) * INPUT - 10**6
+    assert_bits(tiny_models.step(other, **given), expected)
+    assert theirs.store.moved == planner.store.moved and theirs.store.pool is not planner.store.pool
 
 
 @pytest.mark.parametrize("hidden", [True, False])

@@ -2,8 +2,8 @@
 """The order of copies and kernels of an offloading store, on streams that run in any order of their events.
 
 A simulated stream collects its work, and runs it in a random order of all streams at the end: later than the
-host, as on a GPU. Memory that is freed is overwritten by the stream that computes, and new memory is first
-written by work that was issued before, as memory of a caching allocator is.
+host, as on a GPU. Memory that is freed is overwritten by the stream that computes, and by nothing else from
+then on, and new memory is first written by work that was issued before, as memory of a caching allocator is.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Streams:
     for."""
 
     def __init__(self, ignored=None):
-        self.device, self.memory = torch.device("cpu"), {}
+        self.device, self.memory, self.users, self.freed = torch.device("cpu"), {}, {}, []
         self.all = [Stream(name, ignored) for name in ("computing", "leave", "back", "other")]
         self.computing, self.leave, self.back, self.other = self.all
 
@@ -68,8 +68,20 @@ class Streams:
         owner = memory.view()
         tensor = torch.from_numpy(owner).as_strided(shape, stride)
         self.memory[tensor.data_ptr()] = memory
-        weakref.finalize(owner, self.computing.run, functools.partial(self.alias(tensor).fill_, NAN))
+        weakref.finalize(owner, self.free, tensor.data_ptr(), self.alias(tensor))
         return tensor
+
+    def used_by(self, tensor, stream):
+        self.users.setdefault(tensor.data_ptr(), []).append(stream)
+
+    def free(self, address, memory):
+        """The computing stream may have the memory next, behind the work of the streams that used it."""
+        events = [stream.record_event() for stream in self.users.pop(address, ())]
+        self.freed.append(memory)
+        self.computing.run(
+            functools.partial(memory.fill_, NAN),
+            lambda: all(stream.done >= count for stream, count in events),
+        )
 
     def alias(self, tensor):
         """A tensor of the same elements for work that runs later, which does not keep them alive."""
@@ -113,10 +125,10 @@ class Training:
         monkeypatch.setattr(offload, "_task", lambda: self.task)
         self.store = HostStore(limit)
 
-    def forward(self, value):
+    def forward(self, value, is_cut=False):
         store, graph = self.store, []
         store.begin(is_new_step=False)
-        for layer in range(LAYERS):
+        for layer in range(LAYERS - is_cut):
             with store.layer(stays=layer == LAYERS - 1):
                 handles = []
                 for number in range(self.per_layer):
@@ -126,12 +138,13 @@ class Training:
                     handles.append((store.put(x), expected))
                     del x
                 graph.append(handles)
-        store.flush()
+        if not is_cut:
+            store.flush()
         return graph
 
     def backward(self, graph, until=0, retain=False):
         self.task += 1
-        for layer in reversed(range(until, LAYERS)):
+        for layer in reversed(range(until, len(graph))):
             for handle, expected in graph[layer]:
                 self.read(handle.get(), expected)
             if not retain:
@@ -149,7 +162,7 @@ class Training:
 
     def finish(self):
         self.streams.finish(self.chance)
-        return self.wrong
+        return self.wrong + [("written", x[0].item()) for x in self.streams.freed if not torch.all(x.isnan())]
 
 
 def steps(training):
@@ -180,6 +193,26 @@ def parts_of_graphs(training):
     training.backward(training.forward(2))
 
 
+def the_end_of_a_plan(training):
+    """After a backward that ends in the middle: what it has fetched has neither a reader nor a store."""
+    graph = training.forward(0)
+    training.backward(graph, until=3)
+    training.store = HostStore(training.store.limit)
+    del graph
+    training.backward(training.forward(1))
+
+
+def the_last_layer_does_not_run(training):
+    """Where it is cut or dropped, nothing tells the store of the end of the forward."""
+    for value in range(3):
+        graph = training.forward(value, is_cut=True)
+        assert training.store._leaving
+        training.backward(graph, until=LAYERS - 2)
+        assert not training.store._leaving
+        del graph[LAYERS - 2 :]
+        training.backward(graph)
+
+
 def another_stream(training):
     """The second step does not wait for the first one, which has other memory of the device."""
     training.backward(training.forward(0))
@@ -207,7 +240,10 @@ def kept_attention(training):
             del x, first, second, kept
 
 
-PROGRAMS = [another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs]
+PROGRAMS = [
+    another_stream, kept_attention, steps, two_forwards, retained, parts_of_graphs, the_end_of_a_plan,
+    the_last_layer_does_not_run,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**16], ids=["", "little host memory"])

@@ -67,11 +67,13 @@ def _size(layer):
 
 
 def kind(layer):
-    """A key that is equal for layers with activations of the same size: classes, patches and shapes of their
-    parts."""
+    """A key that is equal for layers with activations of the same size: classes, patches, shapes and
+    dtypes of their parts."""
     parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
-    shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in layer.named_parameters())
-    return parts, shapes
+    weights = tuple(
+        (name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in layer.named_parameters()
+    )
+    return parts, weights
 
 
 class Switches:

@@ -28,7 +28,8 @@ def release_gradients(optimizer: torch.optim.Optimizer) -> _Release:
     - Clipping by the norm of all gradients. ``clip_grad_norm_`` finds none and returns 0; in the Trainer set
       ``max_grad_norm=0``. Clip single values in a hook of the parameter (``register_hook``).
     - Accumulation over several backwards: the second one before ``optimizer.step()`` raises. Several forwards
-      and one backward of the sum of their losses work.
+      and one backward of the sum of their losses work. After an error in a backward, whose first steps stay,
+      call ``zero_grad()`` and then ``optimizer.step()``, which ends it.
     - ``torch.amp.GradScaler``, which scales gradients until they are all known: its ``step`` raises.
     - Several ranks, except with ``fully_shard``: other wrappers reduce gradients after the hooks.
 
@@ -117,7 +118,8 @@ class _Release:
             raise RuntimeError(
                 f"{_NAME}: a second gradient of a parameter of shape {tuple(parameter.shape)} before "
                 "optimizer.step(): its first one has been used and freed. Gradients cannot be accumulated over several "
-                "backwards; add the losses and call backward once"
+                "backwards; add the losses and call backward once. After an error in a backward, call zero_grad() and "
+                "then optimizer.step() before the next one"
             )
         if parameter.grad is None:
             raise RuntimeError(

@@ -255,7 +255,7 @@ class MemoryPlan:
     def need(self, phase, kept, load):
         """Bytes above the start of a step that it needs at most at a level; None if no step bounds it."""
         ratio = self.ratio(load)
-        # A step that starts with allocated gradients has a lower peak above its start.
+        # A step that starts with allocated gradients has a lower peak above its start, which bounds no other.
         peaks = self._known(phase) or self._known(False)
         bounds = [
             math.ceil(peak * ratio) + self.cost(kept, ratio) - self.cost(fewer, ratio)

@@ -102,17 +102,15 @@ class HostStore:
         self._group = None
         # Layers with copies to the host that the computing stream has not waited for.
         self._leaving = deque()
-        # Tensors that were fetched for nothing, with the events of their copies.
-        self._unused = deque()
 
     def __getstate__(self):
-        # Blocks, streams and graphs belong to one model.
-        return {"offload": self.offload, "is_on": self.is_on}
+        # Blocks, streams and graphs belong to one model. Its plan, which a copy has, counts on the inputs.
+        return {"offload": self.offload, "is_on": self.is_on, "most": max(self.most, self.inputs)}
 
     def __setstate__(self, state):
         self.offload = state["offload"]
         self._reset()
-        self.is_on = state["is_on"]
+        self.is_on, self.most = state["is_on"], state["most"]
 
     def turn_on(self):
         """Moves tensors from now on, unless ``offload=False`` forbids it; returns whether that is a
@@ -133,29 +131,29 @@ class HostStore:
     def flush(self):
         """Ends the forward: the computing stream waits for all copies to the host."""
         self._group = None
-        self._retire(0)
+        self.retire()
 
     @contextlib.contextmanager
     def layer(self, stays=False):
         """The forward of one layer; ``stays``: its tensors stay on the device."""
-        self._retire(1)
+        self.retire(1)
         # The layer before exists until this one has run: its tensors keep their addresses.
         before = self._group
         self._group = group = _Group(self, before, stays)
         try:
             yield
-        finally:
-            if group.leaving:
-                self._leaving.append(group)
+        except BaseException:
+            # Neither a later layer nor the end of the forward runs.
+            group.retire()
+            self.flush()
+            raise
+        if group.leaving:
+            self._leaving.append(group)
 
-    def _retire(self, most):
+    def retire(self, most=0):
         """Lets go of the tensors of all but the last layers, once their copies are done."""
         while len(self._leaving) > most:
             self._leaving.popleft().retire()
-        while self._unused:
-            _, event, stream = self._unused[0]
-            stream.wait_event(event)
-            self._unused.popleft()
 
     def put(self, tensor, is_input=False):
         """The handle of a tensor, which is moved unless a reason of this class speaks against it."""
@@ -189,7 +187,11 @@ class HostStore:
         """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before, which
         moves so many bytes of attention."""
         beyond = ratio * self.most + attention - self._held
-        return max(0, int(beyond - self.pool.room())) if beyond > 0 else 0
+        if beyond <= 0:
+            return 0
+        # Before the first tensor moves, and in a copy of a model, there is no pool yet.
+        pool = self.pool or host_pool.HostPool(self.limit, None)
+        return max(0, int(beyond - pool.room()))
 
     @property
     def _held(self):
@@ -228,6 +230,8 @@ class _Group:
         if task == self.task or task == -1:
             return
         self.task = task
+        # Without an end of the forward, where the last layer does not run.
+        self.store.retire()
         self.fetch()
         if (before := self.before()) is not None:
             before.fetch()
@@ -254,7 +258,7 @@ class Moved:
         self._group, self._span = group, span
         # The tensor on the device, the event of its copy, and the stream that has allocated it.
         self._ahead = self._read = None
-        self._streams, self._pool, self._unused = store.streams, store.pool, store._unused
+        self._streams, self._pool = store.streams, store.pool
         self._like = tensor.shape, tensor.stride(), tensor.dtype
         memory = self._pool.memory(span)[: tensor.nbytes]
         self._host = memory.view(tensor.dtype).as_strided(self._like[0], self._like[1])
@@ -295,7 +299,8 @@ class Moved:
     def __del__(self):
         # Runs in any thread, also within a method of the pool.
         if self._ahead is not None:
-            self._unused.append(self._ahead)
+            # Fetched for nothing: no stream has waited for the copy, and this store may have no next step.
+            self._streams.used_by(self._ahead[0], self._streams.back)
         self._pool.give_back(self._span, self._read)
 
 

@@ -30,11 +30,15 @@ def summary(planner):
         text += f", {everything} keep {size_text(average)} each"
     text += f", at {planner.longest[0]} tokens"
     start, limit = planner.last_start[phase], planner.meter.limit
-    most = start + plan.need(phase, kept, planner.longest)
-    text += f"; peak at most {size_text(most)} of {size_text(limit)}"
+    need = plan.need(phase, kept, planner.longest)
+    if need is None:
+        # Only steps that started with gradients have been measured.
+        text += "; peak not measured yet"
+    else:
+        text += f"; peak at most {size_text(start + need)} of {size_text(limit)}"
     if not planner.meter.exact and plan.is_measured(phase, kept):
         text += f", measured {size_text(start + plan.peaks[phase][kept])}"
-    if most > limit:
+    if need is not None and start + need > limit:
         text += "; the memory is too small for full checkpointing"
         text += "" if planner.store.is_on else ", offload=True needs less"
     if nothing and planner.refusal is not None:

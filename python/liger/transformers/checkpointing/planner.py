@@ -49,6 +49,8 @@ class Planner:
         # The reason why no layer can keep its attention alone.
         self.refusal: str | None = None
         self.longest: list[int] = []
+        # Of the activations between the layers.
+        self.dtype: torch.dtype | None = None
         self.starts: deque[int] = deque(maxlen=64)
         # By phase, which is whether gradients exist at the start of the step. Kept: the level of the plan.
         self.phase_start: dict[bool, int] = {}
@@ -94,7 +96,8 @@ class Planner:
             return
         if self.meter is None:
             self._begin(hidden)
-        if self.switches.read():
+        if self.switches.read() or hidden.dtype != self.dtype:
+            self.dtype = hidden.dtype
             self.forget()
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
@@ -301,12 +304,16 @@ class Planner:
         known = self.longest
         if is_longer:
             self.longest = [max(pair) for pair in zip(load, known, strict=True)]
+        if is_longer or lacks_plan:
             self.settled.clear()
             self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
-        if lacks_plan:
-            self.is_arranged = False
-        elif not self.is_arranged:
+        if lacks_plan and self.plan is not None:
+            # Another rank has discarded its plan. All ranks measure in the same steps, so that each of them
+            # takes part in every agreement below.
+            self.forget()
+            self.step, self.phase_start[phase], before = step, step.start, 0
+        elif not lacks_plan and not self.is_arranged:
             self._arrange()
         kept = before
         if is_longer or asked or phase not in self.settled:
