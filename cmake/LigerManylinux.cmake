@@ -73,6 +73,6 @@ foreach(name dl pthread rt)
 endforeach()
 
 target_sources(liger_manylinux INTERFACE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/host/manylinux_2_28.cpp)
-# The libraries export nothing: torch finds the ops by what their constructors register.
-file(WRITE ${folder}/exports.map "{ local: *; };\n")
+# The libraries export nothing but the module: torch finds the ops by what their constructors register.
+file(WRITE ${folder}/exports.map "{ global: PyInit__C; local: *; };\n")
 target_link_options(liger_manylinux INTERFACE LINKER:--version-script=${folder}/exports.map)

@@ -64,6 +64,12 @@ def test_results_are_kept_and_not_measured_again(drive, capsys):
     assert started == [PLAIN, OURS] and [row["batch"] for row in rows] == [2, 1]
 
 
+@pytest.fixture
+def new_processes(monkeypatch):
+    """No forks: an earlier test may have started threads of autograd here, which a fork does not have."""
+    monkeypatch.setattr(model_ranks, "may_fork", lambda preload: False)
+
+
 def test_the_first_losses_are_compared(drive):
     code, (row,), _ = drive({PLAIN: ok(6.0, "plain"), OURS: ok(6.1)})
     assert code == 1
@@ -71,7 +77,7 @@ def test_the_first_losses_are_compared(drive):
     assert row["providers"][OURS]["reason"] == "loss 6.1, unpatched 6"
 
 
-def test_a_process_of_its_own(tmp_path):
+def test_a_process_of_its_own(tmp_path, new_processes):
     path, name = tmp_path / "own.json", f"{OURS}, memory 1G, recompute, step in backward"
     arguments = ["--self-test", "--own-processes", "2x16", "--memory", "1G", "--optimizer", "in-backward"]
     assert bench_model.main([*arguments, "--only", name, "--json", str(path)]) == 0
@@ -82,7 +88,7 @@ def test_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
+def test_two_ranks(tmp_path, new_processes):
     path, planned = tmp_path / "ranks.json", f"{OURS}, memory 1G, recompute"
     arguments = ["--self-test", "--ranks", "2", "2x16", "--memory", "1G", "--json", str(path)]
     arguments += ["--only", PLAIN, "--only", planned]

@@ -61,6 +61,11 @@ def test_libraries_need_no_python_and_no_cuda_runtime(path):
     assert set(needed) - system <= {"libtorch.so", "libtorch_cpu.so"}
 
 
+def test_the_extension_for_this_python_loads():
+    """Python serves every call without it, so no other test would fail."""
+    assert "did not load" not in load.C_REASON
+
+
 @pytest.mark.skipif(load.C is None, reason=f"liger._C is {load.C_REASON}")
 def test_the_extension_needs_libtorch_alone():
     """Exempt from the stable ABI. No libpython: the interpreter of the process has the symbols."""

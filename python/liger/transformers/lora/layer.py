@@ -179,6 +179,9 @@ def base_part(base, x):
         return None
     bias = base._parameters.get("bias")
     if is_four_bit(base):
+        # In evaluation on a CPU its own forward packs the weight into another format.
+        if weight.device.type == "cpu" and not base.training:
+            return None
         if not (x.dtype == dtype == dtype_of_four_bits(base, x)):
             return None
         return Part(weight, state_of_four_bits(base), bias)
