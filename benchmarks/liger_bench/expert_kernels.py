@@ -31,8 +31,8 @@ from .harness import Options
 from .ops.experts import GPT_OSS, SHAPES, _inputs, _ours
 
 NAMES = ("y", "grad_x", "grad_weights", "grad_gate_up_proj", "grad_down_proj")
-# Errors may be this much larger than those of the default path, which rounds gate, up and product as well, or
-# of float32 that is rounded once.
+# The largest ratio of an error to the error of the default path, which rounds gate, up and product, too, or
+# of a float32 result that is rounded once.
 ALLOWED = 1.5
 ROUTINGS = {
     "distinct": lambda t, k, e: torch.rand(t, e).topk(min(k, e), -1).indices,

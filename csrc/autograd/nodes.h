@@ -56,7 +56,7 @@ struct Formula {
   virtual bool prepare(Stack& stack, bool records) const = 0;
   // Replaces the arguments by the results, and records a node.
   virtual void record(Stack& stack) const = 0;
-  // So many of the results are those of the public function.
+  // The public function returns so many of the results.
   virtual size_t public_results() const = 0;
 
   size_t arguments() const { return forward.schema().arguments().size(); }

@@ -47,6 +47,16 @@ def sdpa_llama(**settings):
     return llama(attn_implementation="sdpa", **settings)
 
 
+def with_expected_step(model_type, options):
+    """(model, its inputs, the result of a step of a twin without a plan)"""
+    settings = {"num_hidden_layers": LAYERS} if model_type == "llama" else {}
+    models = [tiny(model_type, attn_implementation="sdpa", **settings) for _ in range(2)]
+    if options is not None:
+        [liger.patch(model, **options) for model in models]
+    given = inputs_of(model_type)
+    return models[0], given, seeded_step(models[1], given)
+
+
 def planned(model, given, level):
     """The model with a plan after one counted step, at a level."""
     lt.checkpoint(model, PLENTY)
@@ -82,21 +92,16 @@ def kernels_of(model, given):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gemma3"])
 def test_same_bits(model_type, options):
     """Grouped queries, norms of queries and keys, sliding windows with masks, at all levels of the plan."""
-    settings = {"num_hidden_layers": LAYERS} if model_type == "llama" else {}
-    models = [tiny(model_type, attn_implementation="sdpa", **settings) for _ in range(2)]
-    if options is not None:
-        [liger.patch(model, **options) for model in models]
-    given = inputs_of(model_type)
-    expected = seeded_step(models[1], given)
-    planned(models[0], given, 0)
-    (planner,) = planners(models[0])
+    model, given, expected = with_expected_step(model_type, options)
+    planned(model, given, 0)
+    (planner,) = planners(model)
     layers = len(planner.layers)
     for level in (1, layers - FEWEST, layers + 1 - FEWEST, 2 * (layers - FEWEST)):
-        set_level(models[0], level)
-        assert_bits(seeded_step(models[0], given), expected)
+        set_level(model, level)
+        assert_bits(seeded_step(model, given), expected)
         whole = max(level - layers + FEWEST, 0)
-        assert counts(models[0])[State.EVERYTHING] == whole
-        assert counts(models[0])[State.ATTENTION] == min(level, layers - FEWEST) - whole
+        assert counts(model)[State.EVERYTHING] == whole
+        assert counts(model)[State.ATTENTION] == min(level, layers - FEWEST) - whole
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
-from combinations import inputs_of, lora, seeded_step, tiny
+from combinations import inputs_of, lora, seeded_step
 from planned_llama import FEWEST, LAYERS, MOST, PLENTY, attention_first, llama, set_level
+from test_kept_attention import with_expected_step
+from test_offload import assert_bits, free_bytes, small_tensors_move  # noqa: F401  a fixture
 
-import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing import offload
 from liger.transformers.checkpointing.checkpoint import planners
@@ -29,11 +30,6 @@ INPUT = OUTPUT = 22 * 64 * 4
 SUMS = 22 * 4 * 4
 
 
-@pytest.fixture(autouse=True)
-def small_tensors_move(monkeypatch):
-    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
-
-
 def planned(model, given, **settings):
     """A planned model after a counted step, and its planner."""
     lt.checkpoint(model, PLENTY, **{"offload": True, **settings})
@@ -43,15 +39,8 @@ def planned(model, given, **settings):
     return planner
 
 
-def assert_bits(ours, theirs):
-    assert torch.equal(ours[0]["loss"], theirs[0]["loss"]) and ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        assert torch.equal(ours[1][name], expected), name
-
-
 def is_empty(store):
-    store.pool.settle()
-    return sum(length for free in store.pool._free for _, length in free) == store.pool.size
+    return free_bytes(store) == store.pool.size
 
 
 @pytest.mark.covering(1)
@@ -59,17 +48,12 @@ def is_empty(store):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 def test_same_bits(model_type, options):
     """At levels with attention in some layers, in all, and with whole layers."""
-    settings = {"num_hidden_layers": LAYERS} if model_type == "llama" else {}
-    models = [tiny(model_type, attn_implementation="sdpa", **settings) for _ in range(2)]
-    if options is not None:
-        [liger.patch(model, **options) for model in models]
-    given = inputs_of(model_type)
-    expected = seeded_step(models[1], given)
-    planner = planned(models[0], given)
+    model, given, expected = with_expected_step(model_type, options)
+    planner = planned(model, given)
     most = len(planner.layers) - FEWEST
     for level in (0, 1, most, most + 1, 2 * most):
-        set_level(models[0], level)
-        assert_bits(seeded_step(models[0], given), expected)
+        set_level(model, level)
+        assert_bits(seeded_step(model, given), expected)
         assert planner.step.kept == level and planner.store.refused == 0
         assert is_empty(planner.store)
 

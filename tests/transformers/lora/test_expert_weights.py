@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers.integrations.moe")
 
+from test_lora_layers import draw_adapters  # noqa: E402
 from tiny_models import assert_same_step, batch, enable_checkpointing, make, step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
@@ -120,11 +121,7 @@ def test_bfloat16_is_as_exact_as_peft(family, device):
         exact = copy.deepcopy(theirs)
         exact.set_experts_implementation("eager")
         torch.manual_seed(seed)
-        for parameters in zip(*(m.parameters() for m in (exact, ours, theirs)), strict=True):
-            if parameters[0].requires_grad:
-                value = 0.3 * torch.randn_like(parameters[0]) / parameters[0].shape[1] ** 0.5
-                for parameter in parameters:
-                    parameter.data.copy_(value)
+        draw_adapters(exact, ours, theirs)
         x = torch.randn(40, 64, device=device).bfloat16()
         index = torch.rand(40, 4, device=device).topk(2).indices
         weights = torch.rand(40, 2, device=device).softmax(-1).bfloat16()

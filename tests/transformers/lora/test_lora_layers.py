@@ -40,6 +40,15 @@ def pair(device="cpu", dtype=torch.float32, options=(), family="llama", **settin
     return liger.patch(copy.deepcopy(plain), verbose=False, **dict(options)), plain
 
 
+def draw_adapters(*twins):
+    """The same random values for the adapters of all twins."""
+    for parameters in zip(*(model.parameters() for model in twins), strict=True):
+        if parameters[0].requires_grad:
+            value = 0.3 * torch.randn_like(parameters[0]) / parameters[0].shape[1] ** 0.5
+            for parameter in parameters:
+                parameter.data.copy_(value)
+
+
 def seeded_step(model, **given):
     torch.manual_seed(4)
     return step(model, **{**batch(next(model.parameters()).device), **given})
@@ -111,11 +120,7 @@ def test_bfloat16_is_as_exact_as_peft(cast, device):
         ours, theirs = pair(device, torch.bfloat16, cast=cast)
         exact = copy.deepcopy(theirs)
         torch.manual_seed(seed)
-        for parameters in zip(*(m.parameters() for m in (exact, ours, theirs)), strict=True):
-            if parameters[0].requires_grad:
-                value = 0.3 * torch.randn_like(parameters[0]) / parameters[0].shape[1] ** 0.5
-                for parameter in parameters:
-                    parameter.data.copy_(value)
+        draw_adapters(exact, ours, theirs)
         expected = step(exact.double(), **batch(device))[1]
         for model, found in zip((ours, theirs), errors, strict=True):
             for name, grad in step(model, **batch(device))[1].items():

@@ -28,9 +28,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
-from .nodes import entry_of_op
+from .nodes import entered_by, entry_of_op
 
 
 @functools.lru_cache(None)
@@ -93,16 +93,7 @@ def differentiable(op, setup_context, backward):
         with _AutoDispatchBelowAutograd():
             return op(*args)
 
-    enter = entry_of_op(op, setup_context, backward)
-    if enter is None:
-        return call
-
-    def entered(*args):
-        if not is_dynamo_compiling() and (outputs := enter(*args)) is not NotImplemented:
-            return outputs
-        return call(*args)
-
-    return entered
+    return entered_by(entry_of_op(op, setup_context, backward), call)
 
 
 def _recorder(op, forward, backward):

@@ -87,9 +87,8 @@ def entry_of_function(function):
     return formula.entry(parameters, formula.public_results, positional)
 
 
-def entering(function: _Callable) -> _Callable:
-    """Decorator of a public function: plain eager calls enter C++ where liger._C is loaded."""
-    enter = entry_of_function(function)
+def entered_by(enter, function):
+    """The function, whose plain eager calls an entry serves; itself if the entry is None."""
     if enter is None:
         return function
 
@@ -99,4 +98,9 @@ def entering(function: _Callable) -> _Callable:
             return results
         return function(*args, **keywords)
 
-    return cast(_Callable, entered)
+    return entered
+
+
+def entering(function: _Callable) -> _Callable:
+    """Decorator of a public function: plain eager calls enter C++ where liger._C is loaded."""
+    return cast(_Callable, entered_by(entry_of_function(function), function))

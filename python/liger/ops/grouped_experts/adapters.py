@@ -11,7 +11,7 @@ import torch
 from ..._core.op.autograd import differentiable_once
 from .arguments import sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups
-from .op import _grad_of_routing, _matrices, _weights_of
+from .op import grad_of_routing, matrices_of, weights_of
 from .routing import Routing, row_products
 
 OP = "grouped experts with LoRA"
@@ -60,19 +60,19 @@ class _AdaptedExperts(torch.autograd.Function):
         flat = x.reshape(-1, hidden)
         routing = Routing(index.reshape(-1, index.shape[-1]), experts)
         rows = routing.rows(flat)
-        gate_up = multiply_groups(rows, _matrices(weight, is_transposed), routing.ends)
+        gate_up = multiply_groups(rows, matrices_of(weight, is_transposed), routing.ends)
         low = _add(gate_up, rows, factors[:2], routing.ends)
         del rows
         routing.add_bias_(gate_up, bias)
         product = gate.product(gate_up)
-        out = multiply_groups(product, _matrices(down, is_transposed), routing.ends)
+        out = multiply_groups(product, matrices_of(down, is_transposed), routing.ends)
         low_down = _add(out, product, factors[2:], routing.ends)
         del product
         routing.add_bias_(out, down_bias)
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, index, weights, weight, down, down_bias, *factors, gate_up, low, low_down)
-        return routing.combine(out, _weights_of(weights, index)).view(x.shape)
+        return routing.combine(out, weights_of(weights, index)).view(x.shape)
 
     @staticmethod
     @differentiable_once(OP)
@@ -85,11 +85,11 @@ class _AdaptedExperts(torch.autograd.Function):
         need_x, _, need_weights = ctx.needs_input_grad[1:4]
         experts, hidden, _ = sizes_of(down, is_transposed)
         routing = Routing(index.reshape(-1, index.shape[-1]), experts)
-        row_weights, ends = routing.weights(_weights_of(weights, index)), routing.ends
+        row_weights, ends = routing.weights(weights_of(weights, index)), routing.ends
         grad_flat = grad_y.reshape(-1, hidden)
         grad_rows, gate_up = routing.rows(grad_flat), gate_up.clone()
         # Without the routing weight, whose gradient needs it so.
-        grad_product, up_down = _through(grad_rows, _matrices(down, is_transposed), factors[2:], ends)
+        grad_product, up_down = _through(grad_rows, matrices_of(down, is_transposed), factors[2:], ends)
         kernels = gate.kernels(gate_up)
         if kernels is not None:
             sums = kernels.backward_(grad_product, gate_up, row_weights, gate)
@@ -108,10 +108,10 @@ class _AdaptedExperts(torch.autograd.Function):
         del product, grad_rows
         grad_weights = grad_x = None
         if need_weights:
-            grad_weights = _grad_of_routing(routing, grad_flat, sums, down_bias)
+            grad_weights = grad_of_routing(routing, grad_flat, sums, down_bias)
             grad_weights = grad_weights.to(weights.dtype).view(weights.shape)
         if need_x:
-            found, up = _through(gate_up, _matrices(weight, is_transposed), factors[:2], ends)
+            found, up = _through(gate_up, matrices_of(weight, is_transposed), factors[:2], ends)
             grad_x = routing.combine(found).view(x.shape)
             del found
         elif factors[0] is not None:

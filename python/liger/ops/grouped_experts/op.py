@@ -41,19 +41,19 @@ _INDEX = 1
 # --- kernels ------------------------------------------------------------------------------------------------
 
 
-def _matrices(weight, is_transposed):
+def matrices_of(weight, is_transposed):
     """(E, inputs, outputs), a view."""
     return weight if is_transposed else weight.transpose(1, 2)
 
 
-def _weights_of(top_k_weights, top_k_index):
+def weights_of(top_k_weights, top_k_index):
     """The routing weights, (T, K), with NaN for a negative index."""
     weights = top_k_weights.masked_fill(top_k_index < 0, float("nan"))
     return weights.reshape(-1, weights.shape[-1])
 
 
 def _first_gemm(rows, routing, gate_up_proj, bias, is_transposed):
-    gate_up = multiply_groups(rows, _matrices(gate_up_proj, is_transposed), routing.ends)
+    gate_up = multiply_groups(rows, matrices_of(gate_up_proj, is_transposed), routing.ends)
     routing.add_bias_(gate_up, bias)
     return gate_up
 
@@ -70,7 +70,7 @@ def grouped_experts_forward_kernel(a):
     routing = Routing(index, experts)
     if sm90.serves(a):
         product, kept = sm90.gate_up(sm90.aligned(flat), routing, a, keep)
-        row_weights = routing.weights(_weights_of(top_k_weights, top_k_index))
+        row_weights = routing.weights(weights_of(top_k_weights, top_k_index))
         out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, row_weights)
         return without_base(sm90.sum_choices(out, routing).view(x.shape)), kept
     gate_up = _first_gemm(routing.rows(flat), routing, gate_up_proj, gate_up_proj_bias, is_transposed)
@@ -78,10 +78,10 @@ def grouped_experts_forward_kernel(a):
     gate_up[-1:].zero_()  # the pad; rows of sentinels keep unspecified values, which have no effect
     kept = gate_up if keep else x.new_empty(0, 2 * intermediate)
     del gate_up
-    out = multiply_groups(product, _matrices(down_proj, is_transposed), routing.ends)
+    out = multiply_groups(product, matrices_of(down_proj, is_transposed), routing.ends)
     del product
     routing.add_bias_(out, down_proj_bias)
-    y = routing.combine(out, _weights_of(top_k_weights, top_k_index))
+    y = routing.combine(out, weights_of(top_k_weights, top_k_index))
     return without_base(y.view(x.shape)), kept
 
 
@@ -91,7 +91,7 @@ def _grad_of_matrices(inputs, grads, ends, is_transposed):
     return multiply_group_columns(*pair, ends)
 
 
-def _grad_of_routing(routing, grad_y, sums, down_proj_bias):
+def grad_of_routing(routing, grad_y, sums, down_proj_bias):
     """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM.
 
     ``sums``: of each row, over I, of product times gradient of the product.
@@ -129,7 +129,7 @@ def _gradients(kept, a):
     experts, hidden, _ = sizes_of(down_proj, is_transposed)
     flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
     routing, grad_flat = Routing(index, experts), grad_y.reshape(-1, hidden)
-    row_weights = routing.weights(_weights_of(top_k_weights, top_k_index))
+    row_weights = routing.weights(weights_of(top_k_weights, top_k_index))
     grad_x, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (x.new_empty(0) for _ in range(5))
     grad_weights = top_k_weights.new_empty(0)
 
@@ -145,7 +145,7 @@ def _gradients(kept, a):
     if through_gate or need_weights:
         # Without the routing weight: the gradient of that weight needs it so.
         grad_product = multiply_groups(
-            grad_rows, _matrices(down_proj, is_transposed).transpose(1, 2), routing.ends
+            grad_rows, matrices_of(down_proj, is_transposed).transpose(1, 2), routing.ends
         )
     kernels = gate.kernels(gate_up) if through_gate or need_weights else None
     sums = product = None
@@ -158,7 +158,7 @@ def _gradients(kept, a):
     if need_weights:
         if sums is None:
             sums = row_products(product, grad_product, row_weights.dtype)
-        grad_weights = _grad_of_routing(routing, grad_flat, sums, down_proj_bias)
+        grad_weights = grad_of_routing(routing, grad_flat, sums, down_proj_bias)
         grad_weights = grad_weights.to(top_k_weights.dtype).view(top_k_weights.shape)
     if need_down:
         if kernels is None:
@@ -173,7 +173,7 @@ def _gradients(kept, a):
     if need_gate_up_bias:
         grad_gate_up_bias = sum_groups(gate_up, routing.ends)
     if need_x:
-        transposed = _matrices(gate_up_proj, is_transposed).transpose(1, 2)
+        transposed = matrices_of(gate_up_proj, is_transposed).transpose(1, 2)
         grad_x = routing.combine(multiply_groups(gate_up, transposed, routing.ends)).view(x.shape)
     if need_gate_up:
         grad_gate_up = _grad_of_matrices(routing.rows(flat), gate_up, routing.ends, is_transposed)
@@ -192,7 +192,7 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
             _, gate_up = sm90.gate_up(x, routing, a, True)
         product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
         if need_weights:
-            grad_weights = _grad_of_routing(routing, grad_y, sums, a.down_proj_bias)
+            grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias)
             grad_weights = grad_weights.to(a.top_k_weights.dtype).view(a.top_k_weights.shape)
         if need_down:
             grad_down = sm90.grad_matrix(grad_y, product, routing, a.is_transposed)

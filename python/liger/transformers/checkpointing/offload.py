@@ -25,7 +25,7 @@ from collections import deque
 import torch
 import torch.utils.checkpoint
 
-from ..recipe.recomputed import _check
+from ..recipe.recomputed import check_version
 from . import host_pool
 from .copy_streams import CudaStreams, NoStreams
 from .device_memory import size_text
@@ -67,7 +67,7 @@ class Kept:
         Raises:
             RuntimeError: it has been written since it was put.
         """
-        _check(self._tensor, self._version)
+        check_version(self._tensor, self._version)
         if self._group is not None:
             self._group.reach()
         return self._tensor
@@ -220,7 +220,7 @@ class _Group:
     def retire(self):
         """Lets go of the tensors, whose memory is used again behind their copies."""
         for tensor, version, event, stream in self.leaving:
-            _check(tensor, version)
+            check_version(tensor, version)
             stream.wait_event(event)
         self.leaving.clear()
 

@@ -36,7 +36,7 @@ _local = _Local()
 # --- saved tensors ------------------------------------------------------------------------------------------
 
 
-def _check(tensor, version):
+def check_version(tensor, version):
     """Raises RuntimeError if the tensor has been written since it had this version."""
     if tensor._version != version:
         raise RuntimeError(
@@ -59,7 +59,7 @@ class _Kept:
         return self.tensor
 
     def check(self):
-        _check(self.tensor, self.version)
+        check_version(self.tensor, self.version)
 
 
 class _Computation:
@@ -162,7 +162,7 @@ def _pack(tensor):
 def _unpack(saved):
     if type(saved) is not tuple:
         return saved.read()
-    _check(*saved)
+    check_version(*saved)
     return saved[0]
 
 
