@@ -48,15 +48,16 @@ def is_patched(model):
     return any("_liger_recipe" in type(module).__dict__ for module in model.modules())
 
 
+def attributes(owner):
+    """What stands in a module or a class, without what Python, copy and transformers cache there."""
+    caches = "__slotnames__", "__warningregistry__"
+    return {k: v for k, v in vars(owner).items() if k not in caches and not k.endswith("_cached_value")}
+
+
 def snapshot(modeling):
-    """The globals of a modeling module, and the attributes of its classes without what is cached there."""
-    names = {name: value for name, value in vars(modeling).items() if not name.startswith("_liger")}
-    classes = {
-        name: {key: item for key, item in vars(value).items() if not key.endswith("_cached_value")}
-        for name, value in names.items()
-        if inspect.isclass(value)
-    }
-    return names, classes
+    """The globals of a modeling module, and the attributes of its classes."""
+    names = {name: value for name, value in attributes(modeling).items() if not name.startswith("_liger")}
+    return names, {name: attributes(value) for name, value in names.items() if inspect.isclass(value)}
 
 
 # --- only this model ----------------------------------------------------------------------------------------
@@ -81,15 +82,12 @@ def test_other_models_and_torch_are_untouched(family):
     modeling = inspect.getmodule(type(make(family)))
     other = make(family)
     before, names = results(other), snapshot(modeling)
-    torch_names = [
-        dict(vars(owner)) for owner in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)
-    ]
+    owners = nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module
+    torch_names = [attributes(owner) for owner in owners]
     model = make(family)
     results(liger.patch(model))
     assert snapshot(modeling) == names
-    assert [
-        dict(vars(o)) for o in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)
-    ] == torch_names
+    assert [attributes(owner) for owner in owners] == torch_names
     assert not is_patched(other) and same(results(other), before)
     assert not is_patched(make(family))
 
@@ -311,13 +309,13 @@ def test_models_made_later(family):
 
 def test_unpatch_future_restores_the_class(family):
     base = next(c for c in type(make(family)).__mro__ if transformers.PreTrainedModel in c.__bases__)
-    attributes = dict(vars(base))
+    before = attributes(base)
     other = "qwen2" if family == "llama" else "llama"
     lt.patch_future(family)
     lt.patch_future(other)
-    assert dict(vars(base)) != attributes
+    assert attributes(base) != before
     lt.unpatch_future(family)
-    assert dict(vars(base)) == attributes and is_patched(make(other))
+    assert attributes(base) == before and is_patched(make(other))
     lt.unpatch_future()
     assert not is_patched(make(other))
 
