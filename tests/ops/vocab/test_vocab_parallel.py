@@ -221,31 +221,6 @@ def test_ignored_and_empty_batches(tmp_path):
     on_processes(tmp_path, _odd_batches)
 
 
-def _nan_in_ignored_rows(rank, world):
-    """What an ignored row holds leaves no trace, with one process and more, one chunk and more."""
-    x, weight, _, target = random_layer(11, 8, 12, "cpu")
-    target[1::3] = -100
-    ignored = target == -100
-    token_weight = torch.rand(11)
-    for budget in (None, 200):
-        results = []
-        for value in (0.0, torch.nan):
-            given = x.masked_fill(ignored.unsqueeze(1), value)
-            mine = [leaves(given)[0], part_of(weight, rank, world)]
-            loss = in_shards.fused_linear_ce(
-                *mine, target, token_weight=token_weight.masked_fill(ignored, value), memory_budget=budget
-            )
-            results.append([loss, *torch.autograd.grad(loss, mine)])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-        assert not results[1][1][ignored].any()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_nan_in_ignored_rows(tmp_path, world):
-    on_processes(tmp_path, _nan_in_ignored_rows, world=world)
-
-
 def _metrics(rank, world):
     chosen = options("all", 12, 40, "cpu")
     x, weight, bias, target = random_layer(12, 8, 40, "cpu", ignore_index=2)
