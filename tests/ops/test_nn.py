@@ -398,14 +398,6 @@ def test_in_place_loss_writes_the_gradient_over_the_logits(device):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("kind", [liger.nn.CrossEntropyLoss, liger.nn.FusedLinearCrossEntropyLoss])
-def test_bad_options(kind):
-    with pytest.raises(ValueError, match="reduction is 'median', expected 'mean', 'sum' or 'none'"):
-        kind(reduction="median")
-    with pytest.raises(ValueError, match=r"metrics is \['perplexity'\], expected names among z_loss, "):
-        kind(metrics=["perplexity"])
-
-
 def test_modules_compile_and_copy(device):
     class Block(nn.Module):
         def __init__(self):
