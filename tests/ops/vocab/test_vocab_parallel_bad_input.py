@@ -9,14 +9,15 @@ import pytest
 import torch
 from cross_entropy_reference import random_layer
 from errors import error_about
-from processes import needs_gloo, on_processes, part_of
+from processes import in_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import liger
 
 
-def _bad_input(rank, world):
+@in_processes(2, slow=False)
+def test_bad_input(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
     mine = part_of(weight, rank, world)
 
@@ -102,11 +103,6 @@ def _names_in_messages(x, weight, bias, target):
             function(*valid, group=3)
 
 
-@needs_gloo
-def test_bad_input(tmp_path):
-    on_processes(tmp_path, _bad_input)
-
-
 def test_without_a_process_group():
     x, weight, _, target = random_layer(9, 8, 34, "cpu")
     with pytest.raises(RuntimeError, match="has no process group: call init_process_group first"):
@@ -182,12 +178,7 @@ def _differ(rank, world):
         (logprobs if last else ce)(x, weight, target)
 
 
-@needs_gloo
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_errors_on_one_process(tmp_path, world):
-    on_processes(tmp_path, _fails_on_one_or_differ, world, timeout=120)
-
-
-def _fails_on_one_or_differ(rank, world):
+@in_processes(2, pytest.param(4, marks=pytest.mark.slow), slow=False, timeout=120)
+def test_errors_on_one_process(rank, world):
     _fails_on_one(rank, world)
     _differ(rank, world)

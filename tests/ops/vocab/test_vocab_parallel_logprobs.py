@@ -12,19 +12,13 @@ import pytest
 import torch
 from cases import assert_as_exact_as_torch
 from cross_entropy_reference import LARGEST_LSE, leaves, logit_rounding, random_layer, rows_per_chunk
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
 import liger
-from liger._core.runtime.environment import triton_interpreted
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
 EVERYTHING = {"metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits")}
 
 
@@ -73,7 +67,9 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_b
         )
 
 
-def _every_option(rank, world):
+@in_processes(2)
+def test_every_option(rank, world):
+    """Shards of 65 and 64 classes, in several chunks."""
     cases = itertools.product((1.0, 0.7, 3.0), (None, 2.5), (torch.float32, torch.bfloat16, torch.float16))
     for i, (temperature, softcap, dtype) in enumerate(cases):
         torch.manual_seed(i)
@@ -84,12 +80,8 @@ def _every_option(rank, world):
         check(rank, world, what, tensors[: 2 + i % 2], target, **chosen)
 
 
-def test_every_option(tmp_path):
-    """Shards of 65 and 64 classes, in several chunks."""
-    on_processes(tmp_path, _every_option)
-
-
-def _layouts(rank, world):
+@in_processes(3)
+def test_uneven_shards(rank, world):
     *tensors, target = random_layer(11, 8, 10, "cpu")
     check(rank, world, "4, 4 and 2 classes", tensors, target)
     bounds = (0, 1, 8, 10)
@@ -103,30 +95,21 @@ def _layouts(rank, world):
     check(rank, world, "3 classes each", tensors, target, layout={})
 
 
-def test_uneven_shards(tmp_path):
-    on_processes(tmp_path, _layouts, world=3)
-
-
-def _alone(rank, world):
+@in_processes(1)
+def test_a_group_of_one_process(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         *tensors, target = random_layer(11, 8, 33, "cpu", dtype)
         check(rank, world, f"one process, {dtype}", tensors, target, layout={}, memory_budget=300)
 
 
-def test_a_group_of_one_process(tmp_path):
-    on_processes(tmp_path, _alone, world=1)
-
-
-def _two_in_flight(rank, world):
+@in_processes(2)
+def test_chunks_in_flight(rank, world):
     *tensors, target = random_layer(9001, 6, 10, "cpu")
     check(rank, world, "two chunks in flight", tensors, target, memory_budget=4600 * 32)
 
 
-def test_chunks_in_flight(tmp_path):
-    on_processes(tmp_path, _two_in_flight)
-
-
-def _unusual_rows(rank, world):
+@in_processes(2)
+def test_unusual_rows(rank, world):
     x, weight, bias, target = random_layer(11, 8, 12, "cpu")
     call = in_shards.fused_linear_logprobs
     # Rows that are all ignored, and none at all.
@@ -169,11 +152,8 @@ def _unusual_rows(rank, world):
                 torch.testing.assert_close(t.grad, grad.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_unusual_rows(tmp_path):
-    on_processes(tmp_path, _unusual_rows)
-
-
-def _frameworks(rank, world):
+@in_processes(2)
+def test_dtensors_and_compile(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     x, weight, bias, target = random_layer(8, 6, 11, "cpu")
     call, shape = in_shards.fused_linear_logprobs, (2, 4)
@@ -218,11 +198,8 @@ def _frameworks(rank, world):
         assert call(x, parts[0], target, vocab_size=11).dtype == torch.float32
 
 
-def test_dtensors_and_compile(tmp_path):
-    on_processes(tmp_path, _frameworks)
-
-
-def _float32_logits(rank, world):
+@in_processes(2)
+def test_float32_logits(rank, world):
     """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward,
     too."""
     call = in_shards.fused_linear_logprobs
@@ -275,7 +252,3 @@ def _float32_logits(rank, world):
         function(x, mine[1]) for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True))
     ]
     torch.testing.assert_close(*values)
-
-
-def test_float32_logits(tmp_path):
-    on_processes(tmp_path, _float32_logits)

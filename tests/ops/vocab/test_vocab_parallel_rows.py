@@ -10,21 +10,13 @@ import in_shards
 import pytest
 import torch
 from cross_entropy_reference import leaves, random_layer
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, needs_gloo, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import liger
 from liger._core.head.lm_head import LMHead
-from liger._core.runtime.environment import triton_interpreted
 from liger.distributed.vocab import cross_entropy
-
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
-
 
 # --- ignored rows -------------------------------------------------------------------------------------------
 
@@ -74,7 +66,8 @@ FREE = [
 ]
 
 
-def _ignored_rows_are_free(rank, world):
+@in_processes(1, 2)
+def test_ignored_rows_are_free(rank, world):
     """No product has a row of theirs, results and gradients are as for the other rows alone, and hidden
     states and token weights of theirs may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
@@ -112,11 +105,6 @@ def _ignored_rows_are_free(rank, world):
         for ours, other in zip(mine[1:], alone[1:], strict=True):
             assert ours.grad.any() == kept.any()
             torch.testing.assert_close(ours.grad, other.grad)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ignored_rows_are_free(world, tmp_path):
-    on_processes(tmp_path, _ignored_rows_are_free, world)
 
 
 # --- layouts of the tokens ----------------------------------------------------------------------------------
@@ -238,6 +226,8 @@ def _layouts(works, rank, world):
             _check(layout, work, dtype, whole, labels, mesh, budget)
 
 
+@pytest.mark.slow
+@needs_gloo
 @pytest.mark.parametrize("work", WORK)
 def test_layouts(work, tmp_path):
     """Sequences of 7 tokens on two processes: shards of different sizes; several chunks."""
