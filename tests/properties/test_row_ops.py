@@ -167,7 +167,9 @@ WITHOUT_COUNT = [
 
 
 @pytest.mark.parametrize("kind", ["no rows", "ignored rows"])
-@pytest.mark.parametrize(("name", "options"), WITHOUT_COUNT)
+@pytest.mark.parametrize(
+    ("name", "options"), WITHOUT_COUNT, ids=lambda v: v if isinstance(v, str) else "-".join(v)
+)
 def test_nothing_that_counts(name, options, kind, device):
     """A mean is NaN, as of torch; any other result is zero, and so are gradients."""
     given = arguments(name, device) | options
