@@ -4,7 +4,6 @@ engine."""
 
 import pytest
 import torch
-from cases import strided_like
 from float16_rule import LARGEST_SUM_EXPONENT, MAX_ROW_SUM, references, row_sums, sampled
 from sm90_engine import (
     BESIDE,
@@ -16,9 +15,7 @@ from sm90_engine import (
     SHAPES,
     SUMS,
     SUMS_BF16,
-    assert_close_to_exact,
     assert_observed,
-    assert_same_bits,
     check,
     chosen_terms,
     exact,
@@ -26,8 +23,6 @@ from sm90_engine import (
     run,
 )
 from torch.nn.functional import linear
-
-import liger
 
 pytestmark = pytest.mark.gpu
 
@@ -213,34 +208,3 @@ def test_a_factor_after_the_forward(sm90, shape, factor):
     for name, actual, wanted in zip(("input", "weight"), grads, expected, strict=True):
         error, most = (actual.double() - wanted).norm() / wanted.norm(), gradient_tolerance(wanted, FLOAT16)
         assert error <= most, f"gradient of {name}: error {error:.3g}, allowed {most:.3g}"
-
-
-# --- memory, the engine -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0], ids=["as they are", "shifted"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_for_any_memory_and_strides(sm90, name, scale):
-    shape = SHAPES[name].of(FLOAT16)
-    x, weight, target = layer(shape, sm90, scale=scale)
-    runs = []
-    for fill in (0.0, torch.nan):
-        garbage = torch.full((32 << 20,), fill, device=sm90)
-        del garbage
-        runs.append(run(shape, x, weight, target))
-    runs.append(run(shape, strided_like(x), strided_like(weight), strided_like(target)))
-    assert_same_bits(runs)
-
-
-def test_log_probabilities_of_float16_use_its_gemms(sm90):
-    """fused_linear_logprobs of float16 is fused_linear_ce with weights of tokens."""
-    x, weight, target = layer(BESIDE, sm90)
-    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    logprobs = liger.fused_linear_logprobs(*leaves, target)
-    upstream = torch.randn(BESIDE.rows, device=sm90) / BESIDE.rows
-    grads = torch.autograd.grad(logprobs, leaves, upstream)
-    values, expected = exact(x, weight, target, upstream=-upstream, reduction="none")
-    assert_close_to_exact(logprobs.detach(), values["logprobs"].detach(), ROWS, "logprobs")
-    for actual, wanted in zip(grads, expected, strict=True):
-        error = (actual.double() - wanted).norm() / wanted.norm()
-        assert error <= gradient_tolerance(wanted, FLOAT16)

@@ -13,6 +13,7 @@ from sm90_engine import (
     BESIDE,
     BFLOAT16,
     DTYPES,
+    FLOAT16,
     GRADIENT,
     KINDS,
     MIB,
@@ -264,8 +265,9 @@ def wider_rows(extra, offset):
     ids=["strided", "transposed", "wider rows", "odd rows", "misaligned", "offset"],
 )
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "chunks"])
-def test_any_strides_give_the_same_bits(sm90, shape, form):
-    x, weight, target = shape.layer(sm90)
+@DTYPES
+def test_any_strides_give_the_same_bits(sm90, dtype, shape, form):
+    x, weight, target = shape.layer(sm90, dtype=dtype)
     token_weight = torch.rand(shape.rows, device=sm90)
     runs = [
         run(shape, x, weight, target, token_weight=token_weight),
@@ -280,10 +282,15 @@ def test_int32_targets(sm90, shape):
     assert_same_bits([run(shape, x, weight, y) for y in (target, target.int())])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(BFLOAT16, 1.0), (FLOAT16, 1.0), (FLOAT16, 4.0)],
+    ids=["bfloat16", "float16", "float16 shifted"],
+)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_twice_and_inputs_untouched(sm90, name):
-    shape = SHAPES[name]
-    x, weight, target = shape.layer(sm90)
+def test_the_same_bits_twice_and_inputs_untouched(sm90, name, dtype, scale):
+    shape = SHAPES[name].of(dtype)
+    x, weight, target = shape.layer(sm90, scale=scale, dtype=dtype)
     copies = [t.clone() for t in (x, weight, target)]
     runs = []
     for fill in (0.0, torch.nan):

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.gpu
 
 @ENTROPY
 @KINDS
-def test_the_backward_can_run_again(sm90, shape, entropy):
+@DTYPES
+def test_the_backward_can_run_again(sm90, dtype, shape, entropy):
     """It does not change what the forward has kept."""
-    x, weight, target = shape.layer(sm90)
+    x, weight, target = shape.layer(sm90, scale=2.0, dtype=dtype)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     found = liger.fused_linear_logprobs(
         x, weight, target, temperature=0.7, memory_budget=shape.budget, metrics=("entropy",), recompute=False

@@ -3,7 +3,7 @@
 and the numbers of tiles per block."""
 
 import pytest
-from sm90_engine import BFLOAT16, FLOAT16, MIB, ROWS, Shape, assert_same_bits, check, run
+from sm90_engine import DTYPES, MIB, ROWS, Shape, assert_same_bits, check, run
 
 pytestmark = pytest.mark.gpu
 
@@ -11,7 +11,6 @@ TILE = 192
 # Tiles are followed by: nothing, one vector, half a panel, a panel, a panel and a vector. An odd number of
 # tiles ends within a panel.
 BEYOND = [0, 8, 64, 128, 136]
-DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 PARTIAL = pytest.mark.parametrize("vocab", [TILE * tiles + more for tiles in (6, 7) for more in BEYOND])
 
 

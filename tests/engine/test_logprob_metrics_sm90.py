@@ -7,8 +7,9 @@ import pytest
 import torch
 from cases import poison_memory
 from cuda_graphs import capture
+from float16_rule import sampled
 from logprobs_sm90 import KEPT
-from sm90_engine import BESIDE, KINDS, SHAPES, SUMS, Shape
+from sm90_engine import BESIDE, DTYPES, FLOAT16, KINDS, SHAPES, SUMS, Shape
 from torch.nn.functional import linear
 
 import liger
@@ -50,9 +51,10 @@ def assert_exact(out, x, weight, target, temperature):
 @KEPT
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(sm90, calls, name, temperature, recompute):
+@DTYPES
+def test_every_kind_of_plan(sm90, dtype, calls, name, temperature, recompute):
     shape = SHAPES[name]
-    layer = shape.layer(sm90)
+    layer = shape.layer(sm90, dtype=dtype)
     layer[0][layer[2] == -100] = math.nan
     out, _ = run(shape, *layer, temperature, recompute=recompute, metrics=METRICS)
     assert_exact(out, *layer, temperature)
@@ -88,10 +90,11 @@ def test_the_rest_has_the_same_bits(sm90, shape, recompute):
 @KEPT
 @pytest.mark.parametrize("gap", [30.0, 60.0, 300.0])
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "sums"])
-def test_targets_far_below_the_largest_logit(sm90, shape, gap, recompute):
+@DTYPES
+def test_targets_far_below_the_largest_logit(sm90, dtype, shape, gap, recompute):
     """Exponentials relative to the target of e^30 (their squares are 2^87), and rows that are computed again
     from their maximum."""
-    x, weight, target = shape.layer(sm90)
+    x, weight, target = shape.layer(sm90, dtype=dtype)
     logits = linear(x.float(), weight.float())
     rows = torch.arange(0, shape.rows, 3, device=sm90)
     target[rows] = logits[rows].argmin(-1)
@@ -103,15 +106,18 @@ def test_targets_far_below_the_largest_logit(sm90, shape, gap, recompute):
 
 
 @KEPT
-def test_a_sum_of_squares_beyond_float32(sm90, recompute):
-    """One exponential of 2^59.5 in each of 600 tiles: no tile is computed again, and the sum of squares is
-    2^128.2."""
+@DTYPES
+def test_a_sum_of_squares_beyond_float32(sm90, dtype, recompute):
+    """One exponential of 2^59.5 in each of 600 tiles, of no class that is a sample: no tile is computed
+    again, and the sum of squares is 2^128.2."""
     shape = Shape(256, 64, 600 * 256)
-    x, weight, target = shape.layer(sm90, ignored=0.0)
+    x, weight, target = shape.layer(sm90, ignored=0.0, dtype=dtype)
     x.zero_()
     x[:, 0] = 41.25
     weight.zero_()
     weight[::256, 0] = 1.0
+    if dtype == FLOAT16:
+        weight[sampled(shape.vocab), 0] = 0.0
     target.fill_(1)
     out, _ = run(shape, x, weight, target, recompute=recompute, metrics=METRICS)
     assert_exact(out, x, weight, target, 1.0)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_logprobs in float16 on the engine of compute capability 9.0, with kept exponentials and
-without: range rules and gradients of entropies, against float64."""
+without: range rules and gradients of entropies, against float64; memory and graphs."""
 
 import pytest
 import torch
+from cases import strided_like
+from cuda_graphs import capture
 from float16_rule import LARGEST_SUM_EXPONENT, MAX_ROW_SUM, references, row_sums, sampled
 from logprobs_sm90 import ENTROPY, KEPT, check, exact, run, tolerance_of, upstream
-from sm90_engine import BESIDE, BFLOAT16, FLOAT16, PARTIAL_SUMS, ROWS, SUMS, uses_the_engine
+from sm90_engine import BESIDE, BFLOAT16, FLOAT16, MIB, PARTIAL_SUMS, ROWS, SUMS, uses_the_engine
 from torch.nn.functional import linear
 
 import liger
@@ -64,20 +66,6 @@ def test_sums_beyond_2_to_the_60_are_recomputed(sm90, shape, share, entropy, rec
     # Logits of 60 times the size have 60 times the error, and a softmax that is nearly 0 or 1 a small
     # entropy.
     assert_close(actual, expected, entropy, 4.0 if entropy else 1.0)
-
-
-@KEPT
-@ENTROPY
-@KINDS
-def test_frequent_classes(sm90, shape, entropy, recompute):
-    """The one-hot terms of all rows but the first of a class are in their exponentials, and may be the
-    largest."""
-    x, weight, target = layer(shape, sm90)
-    for classes in (3, 1):
-        check(
-            shape, x, weight, target.where(target < 0, target % classes), entropy, temperature=0.7,
-            recompute=recompute,
-        )  # fmt: skip
 
 
 @KEPT
@@ -202,6 +190,61 @@ def test_no_upstream_gradient(sm90, shape, entropy, recompute):
     grads = [g.zero_() for g in upstream(shape, sm90, entropy)]
     _, actual = run(shape, x, weight, target, grads, temperature=0.7, recompute=recompute)
     assert not any(a.any() for a in actual)
+
+
+# --- memory, graphs -----------------------------------------------------------------------------------------
+
+
+@ENTROPY
+def test_memory(sm90, entropy):
+    """Exponentials of 500 MiB between forward and backward, and 1.3 MiB of shifts during each."""
+    rows, hidden, vocab = 4096, 2048, 64000
+    leaves = [torch.randn(n, hidden, device=sm90).to(FLOAT16).requires_grad_() for n in (rows, vocab)]
+    with torch.no_grad():
+        leaves[1] *= hidden**-0.5
+    target = torch.randint(vocab, (rows,), device=sm90)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = liger.fused_linear_logprobs(*leaves, target, metrics=("entropy", "argmax") if entropy else ())
+    assert 500 < (torch.cuda.memory_allocated() - before) / MIB <= 501
+    assert (torch.cuda.max_memory_allocated() - before) / MIB <= 500 + 16 + 15
+    torch.cuda.reset_peak_memory_stats()
+    results = found[:2] if entropy else (found,)
+    torch.autograd.backward(results, [torch.ones_like(r) for r in results])
+    assert (torch.cuda.max_memory_allocated() - before) / MIB <= 500 + 266 + (512 + 34 if entropy else 18)
+
+
+@KEPT
+@pytest.mark.parametrize("scale", [1.0, 4.0], ids=["as they are", "shifted"])
+@KINDS
+def test_the_same_bits_for_any_memory_and_strides(sm90, shape, scale, recompute):
+    x, weight, target = layer(shape, sm90, scale=scale)
+    grads = upstream(shape, sm90, True)
+    results = []
+    for fill in (0.0, torch.nan, None):
+        if fill is not None:
+            garbage = torch.full((32 << 20,), fill, device=sm90)
+            del garbage
+        tensors = (x, weight, target) if fill is not None else map(strided_like, (x, weight, target))
+        found, actual = run(shape, *tensors, grads, temperature=0.7, recompute=recompute)
+        results.append((found.logprobs, found.entropy, found.argmax, *actual))
+    for first, *others in zip(*results, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+
+
+@KEPT
+@ENTROPY
+@KINDS
+def test_a_graph_fits_other_inputs(sm90, shape, entropy, recompute):
+    static, grads = layer(shape, sm90, ignored=0.5), upstream(shape, sm90, entropy)
+    arguments = {"temperature": 0.7, "recompute": recompute}
+    graph, (_, captured) = capture(lambda: run(shape, *static, grads, **arguments))
+    for ignored, scale in ((0.5, 1.0), (0.0, 4.0), (0.99, 0.5), (0.2, 30.0)):
+        for tensor, value in zip(static, layer(shape, sm90, ignored, scale), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        _, expected = run(shape, *static, grads, **arguments)
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 # --- the engine ---------------------------------------------------------------------------------------------

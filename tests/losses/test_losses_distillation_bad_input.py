@@ -69,11 +69,8 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
 
 def test_options():
     for message, cls, options in (
-        ("FusedLinearJSDLoss: temperature is 0", losses.FusedLinearJSDLoss, {"temperature": 0}),
-        ("FusedLinearKLDivLoss: temperature is nan", losses.FusedLinearKLDivLoss, {"temperature": float("nan")}),
         ("beta is 1.5, expected a value between 0 and 1", losses.FusedLinearJSDLoss, {"beta": 1.5}),
         ("beta is 0, expected a positive, finite value", losses.FusedLinearCosineSimilarityLoss, {"beta": 0}),
-        ("weight_hard_loss is -1", losses.FusedLinearJSDLoss, {"weight_hard_loss": -1}),
         ("not both 0", losses.FusedLinearJSDLoss, {"weight_hard_loss": 0, "weight_soft_loss": 0}),
         ("unknown rest 'nothing', expected one of tail, renormalize", losses.FusedLinearTopKLoss, {"rest": "nothing"}),
     ):  # fmt: skip
@@ -108,38 +105,13 @@ def test_bad_input(device):
     no_weight = {"teacher_weight": None, "teacher_bias": None}
     refuses(ValueError, "teacher_input was given, expected teacher_input and teacher_weight, or", no_weight)
     refuses(ValueError, "FusedLinearJSDLoss: no target, expected one for the cross entropy", {"labels": None})
-    refuses(RuntimeError, r"target has shape \(18,\)", {"labels": tensors["labels"].flatten()})
     refuses(RuntimeError, r"mask has shape \(3,\)", mask=tensors["labels"][:, 0])
-    refuses(RuntimeError, r"teacher_input has shape \(3, 5, 40\)", {"teacher_x": tensors["teacher_x"][:, 1:]})
-    refuses(RuntimeError, r"input has shape \(24,\)", {"x": tensors["x"][0, 0]})
     refuses(RuntimeError, "denominator has shape", denominator=tensors["labels"])
-    refuses(RuntimeError, "teacher_input requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
-    refuses(
-        RuntimeError, "FusedLinearJSDLoss: weight has dtype float64", {"weight": tensors["weight"].double()}
-    )
-    for name in ("teacher_weight", "teacher_bias"):
-        match = f"FusedLinearJSDLoss: {name} has dtype float64, expected the dtype of teacher_input, float32"
-        refuses(RuntimeError, match, {name: tensors[name].double()})
-    refuses(RuntimeError, "target has dtype float32", {"labels": tensors["labels"].float()})
-    refuses(
-        RuntimeError,
-        r"teacher_weight has shape \(57, 39\), expected .* of teacher_input, 40",
-        {"teacher_weight": tensors["teacher_weight"][:, 1:]},
-    )
 
     log_p, indices = teacher_arguments("top k", tensors).values()
-    module = losses.FusedLinearTopKLoss()
-    for match, logprobs, classes in (
-        (r"teacher_indices has shape \(3, 5, 5\)", log_p, indices[:, 1:]),
-        (r"teacher_indices has shape \(3, 6, 4\)", log_p, indices[..., 1:]),
-        ("teacher_indices has dtype float32", log_p, indices.float()),
-        ("teacher_logprobs has dtype int64", indices, indices),
-        ("at least one class", log_p[..., :0], indices[..., :0]),
-        ("teacher_logprobs requires grad", leaf(log_p), indices),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            given = {"teacher_logprobs": logprobs, "teacher_indices": classes}
-            module(tensors["x"], tensors["weight"], tensors["labels"], **given)
+    given = {"teacher_logprobs": log_p[..., :0], "teacher_indices": indices[..., :0]}
+    with pytest.raises(RuntimeError, match="at least one class"):
+        losses.FusedLinearTopKLoss()(tensors["x"], tensors["weight"], tensors["labels"], **given)
 
 
 def test_bad_arguments_of_the_op(device):

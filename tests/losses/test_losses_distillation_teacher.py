@@ -8,8 +8,6 @@ from cases import DTYPES, assert_as_exact_as_torch
 from distillation_cases import (
     BUDGETS,
     DISTANCES,
-    LENGTH,
-    SEQUENCES,
     TENSORS,
     VOCAB,
     call,
@@ -84,37 +82,6 @@ def test_teachers_of_some_classes(device, rest, temperature):
     call("kl", expected, tensors | {"x": x}).backward()
     torch.testing.assert_close(grad, x.grad, rtol=1e-4, atol=1e-6)
     assert torch.isfinite(soft)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("name", [n for n in DISTANCES if not n.startswith("top k")])
-def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature, dtype):
-    """Also where nothing may be written: expanded, and of inference mode."""
-    if dtype == torch.float64 and backend != "torch":
-        pytest.skip("float64 is computed by the torch backend alone")
-    if dtype not in DTYPES and dtype != torch.float64:
-        pytest.skip("not computed by Triton's interpreter")
-    tensors, module = make(device, dtype), DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature)
-    row = logits_of(tensors)[1][0, 0].detach()
-    with torch.inference_mode():
-        of_inference = row.expand(SEQUENCES, LENGTH, VOCAB).clone()
-    teachers = (
-        row.expand(SEQUENCES, LENGTH, VOCAB).clone(),
-        row.expand(SEQUENCES, LENGTH, VOCAB),
-        of_inference,
-    )
-    before, results = row.clone(), []
-    for teacher in teachers:
-        given = tensors | {"x": leaf(tensors["x"])}
-        layer = [given[name] for name in ("x", "weight", "labels", "bias")]
-        loss, _ = module(*layer, teacher_logits=teacher)
-        results.append([loss.detach(), *torch.autograd.grad(loss, given["x"])])
-        assert torch.equal(teacher, before.expand_as(teacher))
-    # Rows that lie differently are added up in another order.
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], **tolerance)
 
 
 OF_ALL_CLASSES = [n for n in DISTANCES if not n.startswith("top k")]

@@ -105,24 +105,6 @@ def test_only_what_needs_a_gradient(name, products):
         torch.testing.assert_close(other.detach(), loss)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_compiled(device, name, budget):
-    hidden, weight, target, bias = make(device)
-    make_module, options = EVERY[name]
-    module = make_module(**options, memory_budget=BUDGETS[budget])
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *t: call(module, *t), fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (lambda *t: call(module, *t), compiled):
-        leaves = leaf(hidden), leaf(weight)
-        loss = function(*leaves, target, bias)
-        results.append([loss.detach(), *torch.autograd.grad(loss * 3.0, leaves)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 # A loss of pairs, and one of tokens with a mean for each sequence; the graphs of the others differ in
 # elementwise formulas.
 @pytest.mark.parametrize(
@@ -241,32 +223,6 @@ def test_metrics_of_tokens_of_a_packed_batch(device, name):
     assert_requested(metrics[-3:], losses.TokenMetrics._fields, (x, weight, y, bias))
 
 
-@pytest.mark.parametrize("name", OF_TOKENS)
-def test_metrics_of_tokens_of_a_program(device, name):
-    """Of torch.compile, of torch.export, and of torch.jit.trace, which takes tensors alone."""
-    hidden, weight, target, bias = make(device)
-    make_loss, options = OF_TOKENS[name]
-    module = make_loss(metrics=losses.TokenMetrics._fields, **options)
-
-    class Program(torch.nn.Module):
-        def forward(self, x, w):
-            return with_tokens(module, x, w, target, bias)
-
-    inputs = leaf(hidden), leaf(weight)
-    expected = Program()(*inputs)
-    torch._dynamo.reset()
-    programs = (
-        torch.compile(Program(), fullgraph=True, backend="aot_eager"),
-        torch.export.export(Program(), inputs).module(),
-        torch.jit.trace(Program(), inputs, check_trace=False),
-    )
-    for program in programs:
-        found = program(*inputs)
-        torch.testing.assert_close(found, expected)
-        gradients = (torch.autograd.grad(loss, inputs, retain_graph=True) for loss in (found[0], expected[0]))
-        torch.testing.assert_close(*gradients)
-
-
 @pytest.mark.parametrize("make_loss", [losses.FusedLinearORPOLoss, losses.FusedLinearJSDLoss])
 def test_unknown_metric(make_loss):
     name = make_loss.__name__
@@ -277,16 +233,6 @@ def test_unknown_metric(make_loss):
         make_loss(metrics=("entropy", "perplexity"))
     with pytest.raises(TypeError, match=f"{name}: metrics is 'entropy', expected names"):
         make_loss(metrics="entropy")
-
-
-def test_the_second_backward_is_the_first(device):
-    hidden, weight, target, bias = make(device)
-    x, w = leaf(hidden), leaf(weight)
-    loss = call(losses.FusedLinearDPOLoss(), x, w, target, bias) * 3.0
-    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
-    first = [g.clone() for g in first]
-    for a, b in zip(first, torch.autograd.grad(loss, (x, w)), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", EVERY)

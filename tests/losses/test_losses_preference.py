@@ -298,23 +298,6 @@ def test_certain_tokens(device):
     assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("strides", ["rows apart", "one row for all"])
-def test_hidden_states_with_strides(device, budget, strides):
-    """They are read only, also where the gradients of a chunk are made in the memory of a copy of its
-    rows."""
-    hidden, weight, target, bias = make(device)
-    hidden = torch.cat([hidden, hidden], -1)[..., : hidden.shape[-1]]
-    if strides == "one row for all":
-        hidden = hidden[:1, :1].expand_as(hidden)
-    before, weight, results = hidden.clone(), leaf(weight), []
-    for x in (before.clone(), hidden.detach()):
-        module = losses.FusedLinearORPOLoss(memory_budget=budget)
-        loss = module(x.requires_grad_(), weight, target, bias)[0]
-        results.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
-    torch.testing.assert_close(*results)
-    assert torch.equal(hidden, before)
-
-
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO"])
 def test_micro_batches(device, name):
     """With the numbers of pairs and of tokens of all micro-batches, their sum is the loss of the whole."""

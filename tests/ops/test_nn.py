@@ -178,13 +178,10 @@ def test_rms_norm_gated_options(device):
     assert torch.count_nonzero(kimi.weight) == 0
     want = liger.rms_norm_gated(x, gate, kimi.weight, 1e-6, 1.0, "gemma", activation="sigmoid")
     assert torch.equal(kimi(x, gate), want)
-    for options, words in (
-        ({"group_size": 5}, "group_size is 5, expected a divisor of hidden_size, 16"),
-        ({"activation": "gelu"}, "activation is 'gelu', expected 'silu' or 'sigmoid'"),
-        ({"casting_mode": "qwen"}, "casting_mode is 'qwen', expected 'llama', 'gemma' or 'none'"),
+    with pytest.raises(
+        ValueError, match="RMSNormGated: group_size is 5, expected a divisor of hidden_size, 16"
     ):
-        with pytest.raises(ValueError, match=f"RMSNormGated: {words}"):
-            liger.nn.RMSNormGated(16, **options)
+        liger.nn.RMSNormGated(16, group_size=5)
 
 
 class PlainGatedMLP(nn.Module):
@@ -217,8 +214,6 @@ def test_geglu_mlp(device, dtype, approximate, inplace):
     theirs = PlainGatedMLP(24, 40, True, nn.GELU(approximate), device=device, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     assert_like(ours, theirs, [torch.randn(2, 7, 24, device=device, dtype=dtype)])
-    with pytest.raises(ValueError, match="GEGLUMLP: approximate is 'erf', expected 'none' or 'tanh'"):
-        liger.nn.GEGLUMLP(24, 40, approximate="erf")
 
 
 def test_mlps_have_the_defaults_of_their_functions(device):
@@ -396,14 +391,6 @@ def test_in_place_loss_writes_the_gradient_over_the_logits(device):
         gradients += torch.autograd.grad(loss, [leaf])
         assert (logits._version > version) == inplace
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("kind", [liger.nn.CrossEntropyLoss, liger.nn.FusedLinearCrossEntropyLoss])
-def test_bad_options(kind):
-    with pytest.raises(ValueError, match="reduction is 'median', expected 'mean', 'sum' or 'none'"):
-        kind(reduction="median")
-    with pytest.raises(ValueError, match=r"metrics is \['perplexity'\], expected names among z_loss, "):
-        kind(metrics=["perplexity"])
 
 
 def test_modules_compile_and_copy(device):

@@ -368,8 +368,7 @@ def test_every_op_has_a_public_function():
     assert not missing, f"not imported and in __all__ of python/liger/__init__.py: {sorted(missing)}"
 
 
-# Ops of two tensors of logits: test_divergence.py and test_fused_linear_divergence.py compile and script
-# them.
+# Ops of two tensors of logits: tests/properties/test_tracers.py compiles and exports them.
 DIVERGENCES = {"kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"}
 
 

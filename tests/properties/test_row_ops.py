@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Of every op of rows: the same bits in every run, also of sums over several blocks, and calls without
-rows."""
+"""Of every op of rows: the same bits in every run, also of sums over several blocks; calls without rows, with
+rows that are all ignored, and with rows in several dimensions."""
 
 import pytest
 import torch
 from cross_entropy_reference import ALL_METRICS, rows_per_chunk
+from public_callables import CASES, arguments, differentiable_outputs, interpretable, outputs, weighted_sum
 
 import liger
 from liger._core.runtime.environment import triton_interpreted
@@ -136,3 +137,74 @@ def test_without_rows(function, shapes, halves, device):
     y.sum().backward()
     for tensor in inputs:
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+# --- functions of rows with a target ------------------------------------------------------------------------
+
+ROWS = 7
+OF_TARGETS = [
+    name for name in interpretable() if CASES[name].ignored and arguments(name)["target"].shape == (ROWS,)
+]
+
+
+def of_all_rows(change, given):
+    """The arguments with a change of every tensor that has a number, a vector or a class for each row."""
+    return {
+        key: change(t.detach()).requires_grad_(t.requires_grad)
+        if isinstance(t, torch.Tensor) and t.shape[:1] == (ROWS,)
+        else t
+        for key, t in given.items()
+    }
+
+
+# With an option that CASES have not, whose tensors may be float64.
+WITHOUT_COUNT = [
+    (name, options)
+    for name in OF_TARGETS
+    for options in ({}, {"logits_dtype": torch.float32})
+    if not options or "logprobs" in name
+]
+
+
+@pytest.mark.parametrize("kind", ["no rows", "ignored rows"])
+@pytest.mark.parametrize(
+    ("name", "options"), WITHOUT_COUNT, ids=lambda v: v if isinstance(v, str) else "-".join(v)
+)
+def test_nothing_that_counts(name, options, kind, device):
+    """A mean is NaN, as of torch; any other result is zero, and so are gradients."""
+    given = arguments(name, device) | options
+    if kind == "no rows":
+        given = of_all_rows(lambda t: t[:0], given)
+    given["target"] = torch.full_like(given["target"], -100)
+    loss, *others = outputs(name, given)
+    mean = "logprobs" not in name and given.get("reduction", "mean") == "mean"
+    assert loss.isnan() if mean else not loss.any()
+    assert not any(other.nan_to_num().any() for other in others)
+    leaves = [given[key] for key in CASES[name].differentiable]
+    for leaf, grad in zip(leaves, torch.autograd.grad(loss.sum(), leaves), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("name", OF_TARGETS)
+def test_rows_in_several_dimensions(name, shape, device):
+    """And targets of 32 bits: the same bits."""
+    given = of_all_rows(lambda t: t[1:][: torch.Size(shape).numel()], arguments(name, device))
+    shaped = {
+        key: t.detach().view((*shape, *t.shape[1:])).requires_grad_(t.requires_grad)
+        if isinstance(t, torch.Tensor) and t.shape[:1] == given["target"].shape
+        else t
+        for key, t in given.items()
+    }
+    runs = []
+    for tensors in (given, shaped | {"target": shaped["target"].int()}):
+        results = differentiable_outputs(name, tensors)
+        grads = torch.autograd.grad(
+            weighted_sum(results), [tensors[key] for key in CASES[name].differentiable]
+        )
+        runs.append([*results, *grads])
+    rows = len(given["target"])
+    for flat, other in zip(*runs, strict=True):
+        per_row = flat.shape[:1] == (rows,)
+        assert other.shape == ((*shape, *flat.shape[1:]) if per_row else flat.shape)
+        assert torch.equal(flat, other.reshape(flat.shape))

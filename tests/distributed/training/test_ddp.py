@@ -58,27 +58,6 @@ def test_gradient_as_bucket_view(mlp):
         reference.check(*train(module, batches))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("tiled_mlp", [False, True], ids=["swiglu", "tiled"])
-def test_patched_llama(tiled_mlp, static_graph, tied):
-    """A patched Hugging Face model, whose tied weight gets one gradient from the lookup and the head
-    together."""
-    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
-    count = (inputs["labels"][:, 1:] != -100).sum()
-    expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
-    liger.patch(model, tiled_mlp=tiled_mlp, tiled_mlp_num_shards=2 if tiled_mlp else None)
-    module = DistributedDataParallel(model, static_graph=static_graph)
-    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
-    for _ in range(3):
-        module.zero_grad()
-        output = module(**mine, num_items_in_batch=count / ranks.WORLD)
-        output.loss.backward()
-        grads = {name: p.grad for name, p in model.named_parameters()}
-        tiny_models.assert_same_step(({"loss": ranks.total(output.loss) / ranks.WORLD}, grads), expected)
-
-
 @pytest.mark.parametrize("bucket_view", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gradient_added_by_the_head(tied, bucket_view):

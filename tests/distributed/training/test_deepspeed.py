@@ -7,10 +7,7 @@ import os
 import models
 import pytest
 import ranks
-import tiny_models
 import torch
-
-import liger
 
 # One GPU is not enough for two ranks; DeepSpeed would take it all the same.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.ON_GPU else "cpu")
@@ -95,25 +92,3 @@ def test_bfloat16(mlp, stage):
 @pytest.mark.parametrize("mlp", models.MLPS)
 def test_offload(mlp, stage):
     run(mlp, stage, [[9], [6]], offload=True)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_patched_llama(stage, tied):
-    """A patched Hugging Face model: the loss is computed while the weight of the head is gathered."""
-    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
-    count = (inputs["labels"][:, 1:] != -100).sum()
-    expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
-    liger.patch(model)
-    engine = start(model, stage)
-    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
-    try:
-        for _ in range(2):
-            output = engine(**mine, num_items_in_batch=count / ranks.WORLD)
-            engine.backward(output.loss)
-            actual = {"loss": ranks.total(output.loss) / ranks.WORLD}, full_gradients(engine)
-            engine.step()
-            tiny_models.assert_same_step(actual, expected)
-    finally:
-        engine.destroy()

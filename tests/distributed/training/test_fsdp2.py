@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """fully_shard (FSDP2): weights are gathered around the call of the module that holds them, and only there."""
 
-import itertools
-
 import models
 import pytest
 import ranks
-import tiny_models
 import torch
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
-
-import liger
 
 LENGTHS = [[9, 5], [6, 11]]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -81,48 +74,3 @@ def test_mixed_precision(mlp, reshard):
 def test_cpu_offload(mlp):
     batches = models.batches_of_ranks(LENGTHS, ranks.DEVICE)
     run(batches, mlp, offload_policy=CPUOffloadPolicy(pin_memory=ranks.ON_GPU))
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    "offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=ranks.ON_GPU)], ids=["device", "cpu"]
-)
-def test_patched_llama(tied, offload):
-    """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is
-    gathered."""
-    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
-    inputs = tiny_models.batch(ranks.DEVICE, rows=2 * ranks.WORLD)
-    count = (inputs["labels"][:, 1:] != -100).sum()
-    plain = tiny_models.twin(model)
-    expected = tiny_models.step(plain, **inputs, num_items_in_batch=count)
-    liger.patch(model)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=ranks.mesh(), offload_policy=offload)
-    if not tied:
-        fully_shard(model.lm_head, mesh=ranks.mesh(), offload_policy=offload)
-    model = fully_shard(model, mesh=ranks.mesh(), offload_policy=offload)
-    assert isinstance(model, FSDPModule)
-    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
-    output = model(**mine, num_items_in_batch=count / ranks.WORLD)
-    output.loss.backward()
-    assert output.get("logits") is None
-    actual = {"loss": ranks.total(output.loss) / ranks.WORLD}, full_gradients(model)
-    tiny_models.assert_same_step(actual, expected)
-
-
-@pytest.mark.parametrize("mlp", models.MLPS)
-def test_frozen_parts(mlp):
-    """Only the norms and the head learn: no gradient is made for the rest, and nobody waits for one."""
-    batches = models.batches_of_ranks([[7], [4]], ranks.DEVICE)
-    model = models.make(mlp, device=ranks.DEVICE)
-    reference = models.Reference(model, batches)
-    frozen = [p for n, p in model.named_parameters() if "norm" not in n and "head" not in n]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    model = shard(model)
-    (ids, target), *_ = batches[ranks.RANK]
-    denominator = models.count(list(itertools.chain(*batches))) / ranks.WORLD
-    model(ids, target, denominator).backward()
-    assert all(p.grad is None for n, p in model.named_parameters() if not p.requires_grad)
-    grads = {n: ranks.whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-    reference.check_gradients(grads)

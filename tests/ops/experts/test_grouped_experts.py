@@ -5,7 +5,7 @@ effect."""
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, check_draws, strided_like
+from cases import DTYPES, check_draws
 from cuda_graphs import no_synchronisation
 from errors import error_about
 
@@ -157,12 +157,9 @@ def test_float64(float64_device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_and_leading_dimensions(device, dtype):
+def test_leading_dimensions(device, dtype):
     index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
     inputs = make(device, dtype, biased=True)
-    check(index, [strided_like(t) for t in inputs])
-    views = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]
-    check(index, views)
     x, weights, *parameters = (t.detach() for t in inputs)
     flat = liger.grouped_experts(x, index, weights, *parameters)
     rows = slice(0, 12)
@@ -230,27 +227,6 @@ def test_recomputed_gradients_are_those_of_kept_activations(device):
     upstream = torch.randn_like(inputs[0])
     kept, recomputed = (gradients(inputs, index, upstream, recompute=flag) for flag in (False, True))
     assert all(map(torch.equal, kept, recomputed))
-
-
-@pytest.mark.parametrize("wanted", range(6))
-def test_one_gradient_alone(device, wanted):
-    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, biased=True)
-    upstream = torch.randn_like(inputs[0])
-    expected = gradients(inputs, index, upstream)[wanted + 1]
-    leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
-    y = liger.grouped_experts(leaves[0], index, *leaves[1:])
-    found = torch.autograd.grad(y, leaves[wanted], upstream)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(device, dtype):
-    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, dtype)
-    x, weights, *parameters = inputs
-    with torch.autocast(device.type, torch.bfloat16):
-        y = liger.grouped_experts(x, index, weights, *parameters)
-    cast = liger.grouped_experts(x.bfloat16(), index, weights, *(p.bfloat16() for p in parameters))
-    assert y.dtype == torch.bfloat16 and torch.equal(y, cast)
 
 
 @pytest.mark.parametrize(
@@ -384,15 +360,7 @@ def test_bfloat16_does_not_synchronise(device):
     "change, message",
     [
         ({"top_k_index": lambda t: t - 9}, r"top_k_index has the element -9, expected expert indices of at least 0"),
-        ({"top_k_index": lambda t: t.float()}, "top_k_index has dtype float32, expected int64 or int32"),
-        ({"top_k_index": lambda t: t[:-1]}, r"top_k_index has shape \(12, 3\), expected \(13, 'K'\)"),
-        ({"top_k_weights": lambda t: t[:, :2]}, r"top_k_weights has shape \(13, 2\), expected \(13, 3\)"),
         ({"gate_up_proj": lambda t: t.mT}, r"gate_up_proj has shape \(5, 16, 48\), expected \(5, 48, 16\)"),
-        ({"down_proj": lambda t: t[..., 0]}, r"down_proj has shape \(5, 16\), expected \(E, H, I\)"),
-        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected the dtype of x, float32"),
-        ({"x": lambda t: t.long()}, "x has dtype int64, expected float16"),
-        ({"activation": lambda _: "relu"}, "activation is 'relu', expected 'silu', 'gelu_tanh'"),
-        ({"limit": lambda _: 0.0}, "limit is 0, expected a positive, finite value"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )  # fmt: skip

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """fused_linear_ce against float64, in every backend that runs here."""
 
-import itertools
-
 import pytest
 import torch
 from cases import DTYPES, assert_as_exact_as_torch, check_op, error
@@ -147,65 +145,6 @@ def test_accumulated_gradients_equal_the_whole_batch(device):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 3), ()], ids=str)
-def test_leading_dimensions(device, shape, reduction):
-    x, weight, bias, target = random_layer(torch.Size(shape).numel(), 12, 33, device)
-    flat = liger.fused_linear_ce(x, weight, target, bias, reduction=reduction, **ALL_METRICS)
-    x, y = x.view(*shape, 12).requires_grad_(), target.view(shape)
-    output = liger.fused_linear_ce(x, weight, y, bias, reduction=reduction, **ALL_METRICS)
-    for field, a, b in zip(output._fields, output, flat, strict=True):
-        per_row = field in ("argmax", "logprobs", "entropy")
-        per_row |= reduction == "none" and field in ("loss", "z_loss")
-        assert a.shape == (shape if per_row else ()), field
-        assert torch.equal(a.reshape(-1), b.reshape(-1)), field
-    output.loss.sum().backward()
-    assert x.grad.shape == x.shape
-
-
-def test_int32_targets(device):
-    x, weight, bias, target = random_layer(10, 24, 65, device)
-    for a, b in zip(
-        liger.fused_linear_ce(x, weight, target.int(), bias, **ALL_METRICS),
-        liger.fused_linear_ce(x, weight, target, bias, **ALL_METRICS),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
-
-
-def test_gradcheck(float64_device):
-    for name, reduction in itertools.product(("plain", "all"), REDUCTIONS):
-        chosen = options(name, 4, 6, float64_device, reduction)
-        *tensors, target = random_layer(
-            4, 3, 6, float64_device, torch.float64, chosen.get("ignore_index", -100)
-        )
-        for budget in (None, 6 * 8):
-            assert torch.autograd.gradcheck(
-                lambda x, w, b, y=target, budget=budget, chosen=chosen: liger.fused_linear_ce(
-                    x, w, y, b, memory_budget=budget, **chosen
-                ),
-                leaves(*tensors),
-            )
-
-
-# --- the edges ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("rows", [0, 5])
-def test_no_rows_and_all_ignored_as_torch(device, rows, reduction):
-    x, weight, bias, _ = random_layer(rows, 8, 9, device)
-    target = torch.full((rows,), -100, device=device)
-    ours, theirs = leaves(x, weight, bias), leaves(x, weight, bias)
-    output = liger.fused_linear_ce(ours[0], ours[1], target, ours[2], reduction=reduction, **ALL_METRICS)
-    expected = torch.nn.functional.cross_entropy(linear(*theirs), target, reduction=reduction)
-    torch.testing.assert_close(output.loss, expected, equal_nan=True)
-    assert output.token_accuracy.isnan()
-    output.loss.sum().backward()
-    for leaf in ours:
-        assert leaf.grad.shape == leaf.shape and not leaf.grad.any()
-
-
 # --- metrics ------------------------------------------------------------------------------------------------
 
 
@@ -246,12 +185,6 @@ def test_dtypes_of_results(device):
         x, weight, bias, target = random_layer(4, 8, 9, device, dtype)
         for field, value in liger.fused_linear_ce(x, weight, target, bias, **ALL_METRICS)._asdict().items():
             assert value.dtype == (torch.int64 if field == "argmax" else torch.float32), field
-
-
-def test_only_the_loss_is_differentiable(device):
-    x, weight, bias, target = random_layer(4, 8, 9, device)
-    output = liger.fused_linear_ce(*leaves(x, weight), target, bias, **ALL_METRICS)
-    assert output.loss.requires_grad and not any(value.requires_grad for value in output[1:])
 
 
 # --- size ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, strided_like
+from cases import DTYPES, assert_as_exact_as_torch
 from cross_entropy_reference import (
     ALL_METRICS,
     LARGEST_LSE,
@@ -131,56 +131,6 @@ def test_only_what_is_trained(device, mask, trained):
         assert (a.grad is not None) == want
         if want:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("budget", [16, None])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_all_ignored(device, reduction, budget):
-    tensors, target = layer(ignored_rows("all"), device)
-    copies = leaves(*tensors)
-    output = liger.fused_linear_ce(
-        *copies[:2], target, copies[2], reduction=reduction, **ALL_METRICS,
-        memory_budget=budget and rows_per_chunk(budget, tensors[1]),
-    )  # fmt: skip
-    if reduction == "mean":
-        assert output.loss.isnan()
-    else:
-        assert not output.loss.any() and not output.z_loss.any()
-    assert (output.argmax == -1).all() and output.argmax.shape == (ROWS,)
-    for rows in (output.logprobs, output.entropy):
-        assert rows.shape == (ROWS,) and not rows.any()
-    output.loss.sum().backward()
-    for leaf in copies:
-        assert leaf.grad.shape == leaf.shape and not leaf.grad.any()
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_gradients_of_ignored_rows_are_exactly_zero(device, mask):
-    mask = ignored_rows(mask)
-    (x, weight, _), target = layer(mask, device)
-    x[mask.to(device)] = 1e30
-    x.requires_grad_()
-    liger.fused_linear_ce(
-        x, weight, target, label_smoothing=0.1, memory_budget=rows_per_chunk(16, weight)
-    ).backward()
-    ignored = mask.to(device)
-    assert not x.grad[ignored].any() and x.grad[~ignored].any(1).all()
-
-
-def test_int32_targets_and_strided_arguments(device):
-    tensors, target = layer(ignored_rows("half"), device)
-    token_weight = torch.rand(ROWS, device=device)
-    budget = rows_per_chunk(16, tensors[1])
-    results = []
-    for form in (lambda t: t, strided_like, lambda t: t.int() if t.dtype == torch.int64 else t):
-        copies = leaves(*(form(t) for t in tensors))
-        output = liger.fused_linear_ce(
-            *copies[:2], form(target), copies[2], token_weight=form(token_weight), memory_budget=budget, **ALL_METRICS
-        )  # fmt: skip
-        results.append([*output, *torch.autograd.grad(output.loss, copies)])
-    for first, *others in zip(*results, strict=True):
-        for other in others:
-            torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
 
 
 # --- the saving ---------------------------------------------------------------------------------------------

@@ -256,18 +256,6 @@ def test_parts_without_a_gradient(rows):
     assert chunk == part == min(rows, 512 // 128 * 128) and chunk * (chunks - 1) < rows <= chunk * chunks
 
 
-def test_no_rows(device):
-    results = with_gradients(lambda t: fused("jsd 0.3", t, reduction="sum"), make(device, rows=0))
-    assert results[0] == 0 and not results[2].any() and not results[3].any()
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_mean_of_no_rows(device, name):
-    loss, grad_input, *grads = with_gradients(lambda t: fused(name, t), make(device, rows=0))
-    assert loss.isnan() and grad_input.shape == (0, HIDDEN) and not any(g.any() for g in grads)
-    assert fused(name, make(device, rows=0), denominator=2) == 0
-
-
 def test_bad_input(device):
     tensors = make(device)
 
@@ -275,11 +263,6 @@ def test_bad_input(device):
         with pytest.raises(error_about(match), match=match):
             fused("jsd 0.3", {**tensors, **dict(change)}, **options)
 
-    refuses(
-        r"fused_linear_jsd: teacher_weight has shape \(56, 40\)",
-        {"teacher_weight": tensors["teacher_weight"][1:]},
-    )
-    refuses("fused_linear_jsd: teacher_input has shape", {"teacher_input": tensors["teacher_input"][1:]})
     none = {"teacher_input": None, "teacher_weight": None, "teacher_bias": None}
     logits = torch.zeros(ROWS, VOCAB - 1, device=device)
     refuses(
@@ -296,7 +279,6 @@ def test_bad_input(device):
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=f"fused_linear_jsd: {match}"):
             fused("jsd 0.3", {**tensors, **change})
-    refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
     for name in ("teacher_weight", "teacher_bias"):
         match = f"fused_linear_jsd: {name} has dtype float16, expected the dtype of teacher_input, float32"
         refuses(match, {name: tensors[name].half()})
@@ -315,8 +297,6 @@ def test_bad_input(device):
             RuntimeError, match=f"{name} has dtype float16, expected the dtype of teacher, float32"
         ):
             call(*given, *rest)
-    refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})
-    refuses("fused_linear_jsd: memory_budget is 0", memory_budget=0)
     refuses("fused_linear_jsd: accum_dtype is float64, expected float32", accum_dtype=torch.float64)
     frozen = tensors["teacher_weight"].clone().requires_grad_()
     refuses("fused_linear_jsd: teacher_weight requires grad", {"teacher_weight": frozen})

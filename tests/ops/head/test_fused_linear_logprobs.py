@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch, strided_like
-from errors import error_about
 
 import liger
 
@@ -89,32 +88,6 @@ def test_argmax_and_shapes(device):
         torch.testing.assert_close(out.logprobs, expected[0].view(4, 5), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_only_what_needs_a_gradient(device, temperature, monkeypatch):
-    """A frozen weight costs no product, and a frozen input none either."""
-    hidden, weight, targets, bias = make(device)
-    for wanted in ((True, False), (False, True)):
-        pair = [t.clone().requires_grad_(w) for t, w in zip((hidden, weight), wanted, strict=True)]
-        logprobs = liger.fused_linear_logprobs(*pair, targets, bias, temperature=temperature)
-        logprobs.sum().backward()
-        both = leaves((hidden, weight))
-        plain(*both, targets, bias, temperature)[0].sum().backward()
-        for mine, other, want in zip(pair, both, wanted, strict=True):
-            assert (mine.grad is not None) == want
-            if want:
-                torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
-    assert not liger.fused_linear_logprobs(hidden, weight, targets).requires_grad
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_nothing_but_ignored_rows_and_no_rows(device, temperature):
-    hidden, weight, targets, bias = leaves(make(device))
-    for x, t in ((hidden, torch.full_like(targets, -100)), (hidden[:0], targets[:0])):
-        out = liger.fused_linear_logprobs(x, weight, t, bias, temperature=temperature, metrics=("entropy",))
-        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), (hidden, weight, bias))
-        assert not any(v.any() for v in (out.logprobs, out.entropy, *grads))
-
-
 def test_classes_that_cannot_be_drawn(device):
     """A bias of -inf, as for padding of the vocabulary: p log p is 0 there, not NaN."""
     hidden, weight, targets, bias = make(device)
@@ -129,41 +102,3 @@ def test_classes_that_cannot_be_drawn(device):
     torch.testing.assert_close(grads[0], others[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grads[1][:-5], others[1], rtol=1e-4, atol=1e-4)
     assert not grads[1][-5:].any()
-
-
-def test_compiled(device):
-    tensors = make(device)
-
-    def function(*t):
-        return liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy",))
-
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    for mine, other in zip(
-        results(compiled, leaves(tensors), True), results(function, leaves(tensors), True), strict=True
-    ):
-        torch.testing.assert_close(mine, other)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x, w, t: (x, w[:, :-1], t), "weight has shape"),
-        (lambda x, w, t: (x, w, t[:-1]), "fused_linear_logprobs: target has shape"),
-        (lambda x, w, t: (x, w.double(), t), "weight has dtype"),
-        (lambda x, w, t: (x, w, t.float()), "fused_linear_logprobs: target has dtype"),
-        ({"temperature": 0.0}, "fused_linear_logprobs: temperature is 0, expected a positive"),
-        ({"softcap": -1.0}, "softcap"),
-        ({"memory_budget": 0}, "memory_budget"),
-        (lambda x, w, t: (x, w, t + VOCAB), "fused_linear_logprobs: target at row 0 is"),
-    ],
-)  # fmt: skip
-def test_bad_input(change, message):
-    hidden, weight, targets, _ = make("cpu")
-    tensors, options = (hidden, weight, targets.clamp_min(0)), {}
-    if isinstance(change, dict):
-        options = change
-    else:
-        tensors = change(*tensors)
-    with pytest.raises(error_about(message), match=message):
-        liger.fused_linear_logprobs(*tensors, **options)

@@ -38,16 +38,6 @@ def test_against_float64(device, dtype, options, budget, entropy):
         assert_as_exact_as_torch(a, b, c, name, intermediate=8.0)
 
 
-def test_gradcheck():
-    hidden, weight, targets, bias = make("cpu", torch.float64)
-
-    def both(x, w, b):
-        out = kept(x, w, targets[:5], b, temperature=0.8, softcap=4.0, memory_budget=2 * 40 * 8)
-        return out.logprobs, out.entropy
-
-    torch.autograd.gradcheck(both, leaves((hidden[:5], weight, bias)))
-
-
 @pytest.fixture
 def products(monkeypatch):
     """Rows of every GEMM of the head: logits, then gradients."""
@@ -121,32 +111,6 @@ def test_it_is_kept_until_the_backward(device):
     assert saved[0]() is None
 
 
-def test_the_backward_can_run_again(device):
-    tensors = leaves(make(device))
-    wanted = [t for t in tensors if t.requires_grad]
-    out = kept(*tensors, temperature=0.7)
-    total = out.logprobs.sum() + 2.0 * out.entropy.sum()
-    first, again = (torch.autograd.grad(total, wanted, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    # Another loss over the same rows.
-    others = torch.autograd.grad(out.logprobs.square().sum(), wanted)
-    both = leaves(tensors)
-    expected = torch.autograd.grad(
-        plain(*both, temperature=0.7)[0].square().sum(), [t for t in both if t.requires_grad]
-    )
-    for a, b in zip(others, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out.logprobs.sum(), wanted)
-
-
-def test_no_second_derivative():
-    tensors = leaves(make("cpu"))
-    (grad,) = torch.autograd.grad(kept(*tensors).logprobs.sum(), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="fused_linear_logprobs is not differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(device, reentrant):
     tensors = leaves(make(device))
@@ -160,29 +124,6 @@ def test_checkpointing(device, reentrant):
     out = kept(*tensors)
     expected = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), wanted)
     assert all(torch.equal(t.grad, other) for t, other in zip(wanted, expected, strict=True))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recompute", [False, True, None])
-def test_compiled(device, recompute, dynamic):
-    tensors = make(device)
-
-    def function(*t):
-        return liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy",), recompute=recompute)
-
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    ours, expected = (results(f, leaves(tensors), True) for f in (compiled, function))
-    for mine, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-def test_no_rows(device):
-    hidden, weight, targets, bias = leaves(make(device))
-    out = kept(hidden[:0], weight, targets[:0], bias)
-    grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), (hidden, weight, bias))
-    assert not any(g.any() for g in grads)
 
 
 # --- the choice ---------------------------------------------------------------------------------------------
@@ -294,8 +235,3 @@ def test_what_another_forward_has_kept(change, message):
     torch.ops.liger.fused_linear_logprobs_backward(grad, grad, *arguments, kept, rows)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.liger.fused_linear_logprobs_backward(grad, grad, *arguments, *change(kept, rows))
-
-
-def test_recompute_is_a_flag():
-    with pytest.raises(TypeError, match="recompute is 'yes', expected True or False or None"):
-        liger.fused_linear_logprobs(*make("cpu"), recompute="yes")

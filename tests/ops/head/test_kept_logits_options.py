@@ -109,35 +109,6 @@ def test_float32_logits_are_not_kept_by_default(logits_rows, recompute):
     assert logits_rows == [ROWS - 3] * 2
 
 
-def test_compiled(device):
-    x, weight, target, _ = make(device, (torch.float16, torch.float32))
-
-    def function(x, weight):
-        return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.9, metrics=("entropy",), **FLOAT32
-        )
-
-    def run(function):
-        leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
-        out = function(*leaves)
-        return out.logprobs.detach(), *torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for mine, other in zip(run(compiled), run(function), strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-def test_only_ignored_rows_and_no_rows(device):
-    x, weight, target, bias = make(device, (torch.float16, torch.float32), bias=True)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    for rows in (slice(None), slice(0)):
-        ignored = torch.full_like(target[rows], -100)
-        out = liger.fused_linear_logprobs(x[rows], weight, ignored, bias, metrics=("entropy",), **FLOAT32)
-        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves, allow_unused=True)
-        assert not any(t.any() for t in (out.logprobs, out.entropy, *grads))
-
-
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["rounded", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accumulated_weight_gradient(device, dtype, logits_dtype):

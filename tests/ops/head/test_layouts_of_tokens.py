@@ -173,15 +173,3 @@ def test_inplace_gradient():
         grads.append(memory.grad)
         assert torch.equal(kept, base.transpose(0, 1)) != inplace
     torch.testing.assert_close(*grads)
-
-
-def test_compiled():
-    def loss(x):
-        return liger.fused_linear_ce(x, WEIGHT, labels_, reduction="none").square().sum()
-
-    labels_ = labels()
-    x = transposed((H,), 4).requires_grad_()
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x), rtol=1e-5, atol=1e-6
-    )

@@ -241,25 +241,6 @@ def test_autocast_casts_nothing(device):
     assert difference(found, expected) < STATED
 
 
-def test_compiled(device):
-    x, weight, target, _ = make(device, (torch.float16, torch.float32))
-
-    def run(function):
-        leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
-        out = function(*leaves)
-        return out.logprobs.detach(), *torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves)
-
-    def function(x, weight):
-        return liger.fused_linear_logprobs(
-            x, weight, target, temperature=0.9, metrics=("entropy",), logits_dtype=torch.float32
-        )
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for mine, other in zip(run(compiled), run(function), strict=True):
-        torch.testing.assert_close(mine, other)
-
-
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_ignored_rows_are_left_out(monkeypatch, backward):
     """Products have the valid rows only."""
@@ -280,25 +261,6 @@ def test_ignored_rows_are_left_out(monkeypatch, backward):
     else:
         liger.fused_linear_logprobs(x, weight, target, logits_dtype=torch.float32)
     assert rows and all(rows)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_only_ignored_rows_and_no_rows(device, temperature):
-    x, weight, target, bias = make(device, (torch.float16, torch.float32), bias=True)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    for rows in (slice(None), slice(0)):
-        ignored = torch.full_like(target[rows], -100)
-        out = liger.fused_linear_logprobs(
-            x[rows],
-            weight,
-            ignored,
-            bias,
-            temperature=temperature,
-            metrics=("entropy",),
-            logits_dtype=torch.float32,
-        )
-        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves, allow_unused=True)
-        assert not any(t.any() for t in (out.logprobs, out.entropy, *grads))
 
 
 BAD = {

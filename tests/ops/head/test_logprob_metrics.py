@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch, strided_like
 from cross_entropy_reference import LARGEST_LSE
-from test_fused_linear_logprobs import BUDGETS, HIDDEN, OPTIONS, ROWS, VOCAB, leaves, make, plain
+from test_fused_linear_logprobs import BUDGETS, HIDDEN, OPTIONS, VOCAB, leaves, make, plain
 
 import liger
 
@@ -130,21 +130,6 @@ def test_peaked_and_uniform_rows(device):
     torch.testing.assert_close(out.mean_logits, means, rtol=1e-6, atol=0)
 
 
-def test_nothing_but_ignored_rows_and_no_rows(device):
-    hidden, weight, targets, bias = make(device)
-    for x, t in ((hidden, torch.full_like(targets, -100)), (hidden[:0], targets[:0])):
-        out = liger.fused_linear_logprobs(x, weight, t, bias, temperature=0.5, metrics=METRICS)
-        assert not out.log_sum_sq_probs.any() and not out.mean_logits.any()
-        assert out.mean_logits.shape == t.shape
-
-
-def test_ignored_rows_may_hold_nan(device):
-    hidden, weight, targets, bias = make(device)
-    hidden[targets == -100] = torch.nan
-    out = liger.fused_linear_logprobs(hidden, weight, targets, bias, metrics=METRICS)
-    assert all(t is None or t.isfinite().all() for t in out)
-
-
 def test_with_an_accumulated_weight_gradient(device):
     hidden, weight, targets, _ = make(device)
     parameter = torch.nn.Parameter(weight)
@@ -159,37 +144,6 @@ def test_with_an_accumulated_weight_gradient(device):
     torch.testing.assert_close(parameter.main_grad, other.grad, rtol=1e-4, atol=1e-5)
     for mine, expected in zip(out[3:], plain_metrics(hidden, weight, targets), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_compiled(device):
-    tensors = make(device)
-
-    def function(*t):
-        out = liger.fused_linear_logprobs(*t, temperature=0.9, metrics=("entropy", *METRICS))
-        return out.logprobs, out.entropy, out.log_sum_sq_probs, out.mean_logits
-
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    found = []
-    for call in (compiled, function):
-        given = leaves(tensors)
-        results = call(*given)
-        grads = torch.autograd.grad(
-            results[0].sum() + results[1].sum(), [t for t in given if t.requires_grad]
-        )
-        found.append([*results, *grads])
-    for mine, other in zip(*found, strict=True):
-        assert mine.shape in ((ROWS,), other.shape)
-        torch.testing.assert_close(mine, other)
-
-
-def test_bad_input():
-    hidden, weight, targets, _ = make("cpu")
-    names = "names among entropy, argmax, log_sum_sq_probs, mean_logits"
-    with pytest.raises(TypeError, match=f"fused_linear_logprobs: metrics is 1, expected {names}"):
-        liger.fused_linear_logprobs(hidden, weight, targets, metrics=1)
-    with pytest.raises(ValueError, match=rf"metrics is \('entropy', 'z_loss'\), expected {names}"):
-        liger.fused_linear_logprobs(hidden, weight, targets, metrics=("entropy", "z_loss"))
 
 
 # --- the statistics that they follow from -------------------------------------------------------------------

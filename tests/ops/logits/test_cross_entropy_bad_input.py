@@ -14,17 +14,6 @@ from errors import error_about
 import liger
 
 
-def test_cross_entropy_target_out_of_range_on_the_cpu():
-    target = torch.tensor([1, 2, -100, 17])
-    words = "cross_entropy: target at row 3 is 17, expected 0 <= target < 10 or ignore_index -100"
-    with pytest.raises(RuntimeError, match=f"^{words}$"):
-        liger.cross_entropy(torch.randn(4, 10), target)
-    with pytest.raises(
-        RuntimeError, match="target at row 0 is -1, expected 0 <= target < 10 or ignore_index 3"
-    ):
-        liger.cross_entropy(torch.randn(2, 10), torch.tensor([-1, 3]), ignore_index=3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("classes", [10, 32000, 131072])
 @pytest.mark.parametrize("wrong", ["the first that is none", -1, (1 << 32) + 5, 1 << 40])
@@ -42,92 +31,57 @@ def test_cross_entropy_target_out_of_range_on_a_gpu_gives_nan(device, wrong, cla
     assert loss.isnan() and grad[1].isnan().all() and not grad[3].any()
 
 
-# name: (a change of good arguments, the error)
-BOTH = {
-    "float target": (
-        lambda a: a.update(target=a["target"].float()),
-        "target has dtype float32, expected int64 or int32 class indices (class probabilities are not supported)",
-    ),
-    "target shape": (
-        lambda a: a.update(target=a["target"][:3]),
-        "target has shape (3,), expected (4,), one class index per row",
-    ),
-    "ce_weight shape": (
-        lambda a: a.update(ce_weight=torch.ones(9)),
-        "ce_weight has shape (9,), expected (10,), one weight per class",
-    ),
-    "token_weight shape": (
-        lambda a: a.update(token_weight=torch.ones(5)),
-        "token_weight has shape (5,), expected (4,), one weight per row",
-    ),
-    "denominator with none": (
-        lambda a: a.update(denominator=3, reduction="none"),
-        "denominator was given with reduction 'none', expected 'mean' or 'sum'",
-    ),
-}
-CROSS_ENTROPY = {
-    **BOTH,
-    "integer logits": (
-        lambda a: a.update(logits=a["logits"].long()),
-        "logits has dtype int64, expected float16, bfloat16, float32 or float64",
-    ),
-    "no classes": (
-        lambda a: a.update(logits=a["logits"][:, :0]),
-        "logits has shape (4, 0), expected (rows, classes) with at least one class",
-    ),
-    "ce_weight dtype": (
-        lambda a: a.update(ce_weight=torch.ones(10).long()),
-        "ce_weight has dtype int64, expected float16, bfloat16, float32 or float64",
-    ),
-    "denominator shape": (
-        lambda a: a.update(denominator=torch.ones(2)),
-        "denominator has shape (2,), expected one element",
-    ),
-    "denominator dtype": (
-        lambda a: a.update(denominator=torch.ones((), dtype=torch.bool)),
-        "denominator has dtype bool, expected a floating dtype, int64 or int32",
-    ),
-    "reduction": (
-        lambda a: a.update(reduction="average"),
-        "reduction is 'average', expected 'mean', 'sum' or 'none'",
-    ),
-    "smoothing": (
-        lambda a: a.update(label_smoothing=1.5),
-        "label_smoothing is 1.5, expected a value between 0 and 1",
-    ),
-    "softcap": (lambda a: a.update(softcap=0.0), "softcap is 0, expected a positive, finite value or None"),
-    "batch shape": (
-        lambda a: a.update(logits=a["logits"].view(2, 2, 10), target=a["target"]),
-        "target has shape (4,), expected the shape of logits without its last dimension, (2, 2)",
-    ),
-    "token_weight batch shape": (
-        lambda a: a.update(
-            logits=a["logits"].view(4, 1, 10), target=a["target"].view(4, 1), token_weight=torch.ones(1, 4)
-        ),
-        "token_weight has shape (1, 4), expected the shape of logits without its last dimension, (4, 1)",
-    ),
-}
+X, LOGITS, TARGET = torch.randn(4, 8), torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
+# (changes of good arguments, the error): what a shape or dtype alone does not decide.
+BOTH = [
+    ({"target": TARGET.float()}, "target has dtype float32, expected int64 or int32 class indices (class "
+     "probabilities are not supported)"),
+    ({"target": TARGET[:3]}, "target has shape (3,), expected (4,), one class index per row"),
+    ({"ce_weight": torch.ones(9)}, "ce_weight has shape (9,), expected (10,), one weight per class"),
+    ({"ce_weight": torch.ones(10).long()}, "ce_weight has dtype int64, expected float16, bfloat16, float32 or float64"),
+    ({"token_weight": torch.ones(5)}, "token_weight has shape (5,), expected (4,), one weight per row"),
+    ({"denominator": torch.ones(2)}, "denominator has shape (2,), expected one element"),
+    ({"denominator": 3, "reduction": "none"},
+     "denominator was given with reduction 'none', expected 'mean' or 'sum'"),
+]  # fmt: skip
+SHAPE = "expected the shape of {0} without its last dimension"
+BAD = {
+    liger.cross_entropy: [
+        *BOTH,
+        ({"logits": LOGITS[:, :0]}, "logits has shape (4, 0), expected (rows, classes) with at least one class"),
+        ({"logits": LOGITS.view(2, 2, 10)}, f"target has shape (4,), {SHAPE.format('logits')}, (2, 2)"),
+        ({"logits": LOGITS.view(4, 1, 10), "target": TARGET.view(4, 1), "token_weight": torch.ones(1, 4)},
+         f"token_weight has shape (1, 4), {SHAPE.format('logits')}, (4, 1)"),
+    ],
+    liger.fused_linear_ce: [
+        *BOTH,
+        ({"weight": torch.randn(10, 5)},
+         "weight has shape (10, 5), expected (vocab, hidden) with the hidden size of input, 8"),
+        ({"weight": torch.randn(0, 8)},
+         "weight has shape (0, 8), expected at least one row; a sharded weight must be gathered first"),
+        ({"bias": torch.randn(9)}, "bias has shape (9,), expected (10,), one value per class"),
+        ({"input": X.view(2, 2, 8)}, f"target has shape (4,), {SHAPE.format('input')}, (2, 2)"),
+        ({"accum_dtype": torch.float16}, "accum_dtype is float16, expected float32, the dtype of input, "
+         "float32, or None"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CROSS_ENTROPY)
-def test_cross_entropy_bad_input(device, name):
-    change, words = CROSS_ENTROPY[name]
-    arguments = {"logits": torch.randn(4, 10), "target": torch.tensor([1, 2, 3, 4])}
-    change(arguments)
-    on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+@pytest.mark.parametrize(
+    ("function", "change", "words"),
+    [(function, *case) for function, cases in BAD.items() for case in cases],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_input(device, function, change, words):
+    good = {
+        liger.cross_entropy: {"logits": LOGITS},
+        liger.fused_linear_ce: {"input": X, "weight": torch.randn(10, 8)},
+    }
+    given = {**good[function], "target": TARGET, **change}
+    on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     with pytest.raises(error_about(words)) as caught:
-        liger.cross_entropy(**on_device)
-    assert str(caught.value).splitlines()[0] == f"cross_entropy: {words}"
-
-
-@pytest.mark.parametrize("name", ["ce_weight", "token_weight", "denominator"])
-def test_cross_entropy_weights_that_require_grad_are_refused(device, name):
-    logits, target = random_logits(4, 4, device)
-    weight = torch.ones((1,) if name == "denominator" else (4,), device=device, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=rf"cross_entropy: {name} requires grad, but .* has no gradient for it"
-    ):
-        liger.cross_entropy(logits.requires_grad_(), target, **{name: weight})
+        function(**on_device)
+    assert str(caught.value).splitlines()[0] == f"{function.__name__}: {words}"
 
 
 @pytest.mark.gpu
@@ -137,12 +91,6 @@ def test_cross_entropy_weight_on_another_device(device):
         RuntimeError, match="cross_entropy: ce_weight is on cpu, expected the device of logits, cuda"
     ):
         liger.cross_entropy(logits, target, ce_weight=torch.ones(9))
-
-
-def test_fused_linear_ce_target_out_of_range_on_the_cpu():
-    words = "fused_linear_ce: target at row 1 is 17, expected 0 <= target < 10 or ignore_index -100"
-    with pytest.raises(RuntimeError, match=f"^{words}$"):
-        liger.fused_linear_ce(torch.randn(2, 4), torch.randn(10, 4), torch.tensor([1, 17]))
 
 
 @pytest.mark.gpu
@@ -162,79 +110,6 @@ def test_fused_linear_ce_target_out_of_range_on_a_gpu_gives_nan(device, wrong, d
         assert loss.isnan() and grad[1].isnan().all() and not grad[3].any()
 
 
-FUSED_LINEAR_CE = {
-    **BOTH,
-    "input dimensions": (
-        lambda a: a.update(input=torch.randn(())),
-        "input has shape (), expected (rows, hidden)",
-    ),
-    "hidden size": (
-        lambda a: a.update(weight=torch.randn(10, 5)),
-        "weight has shape (10, 5), expected (vocab, hidden) with the hidden size of input, 8",
-    ),
-    "sharded weight": (
-        lambda a: a.update(weight=torch.randn(0, 8)),
-        "weight has shape (0, 8), expected at least one row; a sharded weight must be gathered first",
-    ),
-    "dtype mix": (
-        lambda a: a.update(weight=a["weight"].half()),
-        "weight has dtype float16, expected the dtype of input, float32",
-    ),
-    "integer input": (
-        lambda a: a.update(input=a["input"].long()),
-        "input has dtype int64, expected float16, bfloat16, float32 or float64",
-    ),
-    "bias shape": (
-        lambda a: a.update(bias=torch.randn(9)),
-        "bias has shape (9,), expected (10,), one value per class",
-    ),
-    "bias dtype": (
-        lambda a: a.update(bias=torch.randn(10).half()),
-        "bias has dtype float16, expected the dtype of input, float32",
-    ),
-    "batch shape": (
-        lambda a: a.update(input=a["input"].view(2, 2, 8)),
-        "target has shape (4,), expected the shape of input without its last dimension, (2, 2)",
-    ),
-    "reduction": (
-        lambda a: a.update(reduction="batchmean"),
-        "reduction is 'batchmean', expected 'mean', 'sum' or 'none'",
-    ),
-    "smoothing": (
-        lambda a: a.update(label_smoothing=-0.5),
-        "label_smoothing is -0.5, expected a value between 0 and 1",
-    ),
-    "softcap": (lambda a: a.update(softcap=-1.0), "softcap is -1, expected a positive, finite value or None"),
-    "zero budget": (
-        lambda a: a.update(memory_budget=0),
-        "memory_budget is 0, expected a positive number of bytes or None",
-    ),
-    "negative budget": (
-        lambda a: a.update(memory_budget=-5),
-        "memory_budget is -5, expected a positive number of bytes or None",
-    ),
-    "accum_dtype": (
-        lambda a: a.update(accum_dtype=torch.float16),
-        "accum_dtype is float16, expected float32, the dtype of input, float32, or None",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FUSED_LINEAR_CE)
-def test_fused_linear_ce_bad_input(device, name):
-    change, words = FUSED_LINEAR_CE[name]
-    arguments = {
-        "input": torch.randn(4, 8),
-        "weight": torch.randn(10, 8),
-        "target": torch.tensor([1, 2, 3, 4]),
-    }
-    change(arguments)
-    on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    with pytest.raises(error_about(words)) as caught:
-        liger.fused_linear_ce(**on_device)
-    assert str(caught.value).splitlines()[0] == f"fused_linear_ce: {words}"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wrong", [torch.bool, torch.int8, torch.complex64], ids=str)
 def test_fused_linear_ce_denominator_of_another_dtype(device, dtype, wrong):
@@ -246,14 +121,14 @@ def test_fused_linear_ce_denominator_of_another_dtype(device, dtype, wrong):
         liger.fused_linear_ce(x.requires_grad_(), weight, target, denominator=denominator)
 
 
-@pytest.mark.parametrize("name", ["ce_weight", "token_weight", "denominator"])
-def test_fused_linear_ce_weights_that_require_grad_are_refused(device, name):
+@pytest.mark.parametrize("function", BAD)
+def test_a_denominator_that_requires_grad_is_refused(device, function):
     x, weight, _, target = random_layer(4, 8, 4, device)
-    extra = torch.ones((1,) if name == "denominator" else (4,), device=device, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=rf"fused_linear_ce: {name} requires grad, but .* has no gradient for it"
-    ):
-        liger.fused_linear_ce(x.requires_grad_(), weight, target, **{name: extra})
+    given = (x, weight, target) if function is liger.fused_linear_ce else (x[:, :4], target)
+    denominator = torch.ones((1,), device=device, requires_grad=True)
+    words = rf"{function.__name__}: denominator requires grad, but .* has no gradient for it"
+    with pytest.raises(RuntimeError, match=words):
+        function(given[0].requires_grad_(), *given[1:], denominator=denominator)
 
 
 CHECKED_CALL = """

@@ -253,17 +253,6 @@ def test_mean_of_no_rows(device):
     assert liger.jsd(torch.empty(0, 7, device=device), torch.empty(0, 7, device=device), denominator=3) == 0
 
 
-def test_no_rows_and_none_that_count(device):
-    empty = torch.empty(0, 7, device=device, requires_grad=True)
-    loss = liger.jsd(empty, empty.detach(), reduction="sum")
-    loss.backward()
-    assert loss == 0 and empty.grad.shape == (0, 7)
-    student, teacher = make(device, 2, 7)
-    ignored = torch.full((2,), -100, device=device)
-    assert liger.jsd(student, teacher, ignored).isnan()
-    assert liger.jsd(student, teacher, ignored, reduction="sum") == 0
-
-
 @pytest.mark.parametrize("function", [liger.kl_div, liger.jsd, liger.tvd])
 @pytest.mark.parametrize("pair", [(DTYPES[-1], torch.float32), (torch.float32, DTYPES[-1])], ids=str)
 def test_dtypes_are_promoted(device, function, pair):
@@ -287,24 +276,14 @@ def test_bad_input(device):
         with pytest.raises(error_about(match), match=match):
             function(*arguments, **options)
 
-    refuses(r"jsd: teacher has shape \(4, 8\)", student, teacher[:, :8])
-    refuses(r"jsd: teacher has shape \(3, 9\)", student, teacher[:3])
-    refuses("jsd: teacher has dtype int64", student, teacher.long())
-    refuses("jsd: beta is 1.5, expected a value between 0 and 1", student, teacher, beta=1.5)
-    refuses("kl_div: temperature is 0", student, teacher, function=liger.kl_div, temperature=0.0)
     refuses(
         "tvd: temperature is 2 with log_probs", student, teacher, function=liger.tvd, temperature=2.0, log_probs=True
     )  # fmt: skip
-    refuses("jsd: reduction is 'total'", student, teacher, reduction="total")
     refuses(
         "jsd: denominator was given with reduction 'none'", student, teacher, denominator=2, reduction="none"
     )
     refuses("jsd: denominator has shape", student, teacher, denominator=torch.ones(2, device=device))
-    refuses(r"jsd: target has shape \(3,\)", student, teacher, torch.zeros(3, device=device))
-    refuses("jsd: target has dtype float32", student, teacher, torch.zeros(4, device=device))
-    refuses("jsd: teacher requires grad", student, teacher.clone().requires_grad_())
-    forward, backward = torch.ops.liger.divergence_forward, torch.ops.liger.divergence_backward
-    row, stats = torch.zeros(4, device=device), torch.zeros(5, 4, device=device)
+    forward, row = torch.ops.liger.divergence_forward, torch.zeros(4, device=device)
     for match, weight, divergence in (
         ("divergence is 'hellinger'", None, "hellinger"),
         (r"divergence_forward: row_weight has shape \(3,\)", row[1:], "jsd"),
@@ -316,24 +295,3 @@ def test_bad_input(device):
         "divergence: row_weight requires grad", student.clone().requires_grad_(), teacher, None,
         row.clone().requires_grad_(), "jsd", 0.5, 1.0, False, -100, False, True, function=forward,
     )  # fmt: skip
-    for name, wrong in (("grad_loss", (row[1:], stats)), ("stats", (row, stats[1:]))):
-        refuses(
-            f"divergence_backward: {name} has shape", wrong[0], student, teacher, None, wrong[1], "jsd", 0.5, 1.0,
-            False, -100, function=backward,
-        )  # fmt: skip
-
-
-def test_compiled_and_scripted(device):
-    student, teacher = make(device, 4, 9)
-    expected = with_gradient(
-        lambda s: liger.jsd(s, teacher, beta=0.2), student, torch.ones((), device=device)
-    )
-    compiled = torch.compile(lambda s, t: liger.jsd(s, t, beta=0.2), fullgraph=True, backend="aot_eager")
-
-    @torch.jit.script
-    def scripted(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return torch.ops.liger.jsd(s, t, beta=0.2)
-
-    one = torch.ones((), device=device)
-    torch.testing.assert_close(with_gradient(lambda s: compiled(s, teacher), student, one), expected)
-    torch.testing.assert_close(with_gradient(lambda s: scripted(s, teacher), student, one), expected)

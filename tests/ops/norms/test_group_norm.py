@@ -4,7 +4,6 @@
 import pytest
 import torch
 from cases import DTYPES, check_op
-from errors import error_about
 
 import liger
 
@@ -117,29 +116,8 @@ def test_float32_parameters_with_low_precision_input(device, dtype):
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (lambda d: (torch.randn(4, device=d), 2), "x has shape (4,), expected (batch, channels, ...)"),
-        (
-            lambda d: (torch.randn(2, 6, 3, device=d), 4),
-            "num_groups is 4, expected a divisor of the channels of x, 6",
-        ),
-        (
-            lambda d: (torch.randn(2, 6, 3, device=d), 0),
-            "num_groups is 0, expected a divisor of the channels of x, 6",
-        ),
-        (
-            lambda d: (torch.randn(2, 6, 3, device=d), 2, torch.randn(3, device=d)),
-            "weight has shape (3,), expected (6,), the channels of x",
-        ),
-        (
-            lambda d: (torch.randn(2, 6, 3, device=d).half(), 2, None, torch.randn(6, device=d).bfloat16()),
-            "bias has dtype bfloat16, expected the dtype of x, float16, or float32",
-        ),
-    ],
-)
-def test_bad_input(device, arguments, words):
-    with pytest.raises(error_about(words), match="group_norm: ") as caught:
-        liger.group_norm(*arguments(device))
-    assert words in str(caught.value)
+@pytest.mark.parametrize("groups", [0, 4])
+def test_groups_that_do_not_divide_the_channels(device, groups):
+    words = f"group_norm: num_groups is {groups}, expected a divisor of the channels of x, 6"
+    with pytest.raises(ValueError, match=words):
+        liger.group_norm(torch.randn(2, 6, 3, device=device), groups)

@@ -119,48 +119,9 @@ def test_float32_parameters_with_low_precision_input(device, dtype):
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("hidden", [24, 2048])
-def test_frozen_parts_get_no_gradient(device, hidden):
-    tensors = [torch.randn(4, hidden, device=device), *torch.randn(2, hidden, device=device)]
-    grad = torch.randn(4, hidden, device=device)
-    whole = [t.clone().requires_grad_() for t in tensors]
-    expected = torch.autograd.grad(liger.layer_norm(*whole), whole, grad)
-    for i in range(3):
-        some = [t.clone().requires_grad_(j == i) for j, t in enumerate(tensors)]
-        liger.layer_norm(*some).backward(grad)
-        for j, tensor in enumerate(some):
-            assert (tensor.grad is None) == (j != i)
-        torch.testing.assert_close(some[i].grad, expected[i], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            lambda d: (torch.randn(4, 8, device=d), torch.randn(7, device=d)),
-            "weight has shape (7,), expected (8,), the last dimension of x",
-        ),
-        (
-            lambda d: (torch.randn(4, 8, device=d), None, torch.randn(8, 1, device=d)),
-            "bias has shape (8, 1), expected (8,), the last dimension of x",
-        ),
-        (lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),), "x has dtype int64, expected float16"),
-        (
-            lambda d: (torch.randn(4, 8, device=d).half(), None, torch.randn(8, device=d).bfloat16()),
-            "bias has dtype bfloat16, expected the dtype of x, float16, or float32",
-        ),
-        (
-            lambda d: (
-                torch.randn(4, 8, device=d).half(),
-                torch.randn(8, device=d),
-                torch.randn(8, device=d).half(),
-            ),
-            "bias has dtype float16, expected the dtype of weight, float32",
-        ),
-        (lambda d: (torch.randn((), device=d),), "x has shape (), expected at least one dimension"),
-    ],
-)
-def test_bad_input(device, arguments, words):
-    with pytest.raises(RuntimeError, match="layer_norm: ") as caught:
-        liger.layer_norm(*arguments(device))
-    assert words in str(caught.value)
+def test_parameters_of_two_dtypes(device):
+    weight, bias = torch.randn(2, 8, device=device)
+    with pytest.raises(
+        RuntimeError, match="layer_norm: bias has dtype float16, expected the dtype of weight, float32"
+    ):
+        liger.layer_norm(torch.randn(4, 8, device=device).half(), weight, bias.half())

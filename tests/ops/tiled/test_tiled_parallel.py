@@ -3,12 +3,13 @@
 
 import pytest
 import torch
-from processes import needs_gloo, on_processes
+from processes import in_processes
 
 import liger.nn
 
 
-def _compare(rank, world):
+@in_processes(2, slow=False)
+def test_tensor_parallel(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -33,8 +34,3 @@ def _compare(rank, world):
     parallelize_module(wrong, init_device_mesh("cpu", (world,)), plan | {"down_proj": ColwiseParallel()})
     with pytest.raises(RuntimeError, match=r"down_proj.weight is .*Shard\(dim=0\).*, expected"):
         wrong(x)
-
-
-@needs_gloo
-def test_tensor_parallel(tmp_path):
-    on_processes(tmp_path, _compare)

@@ -22,17 +22,10 @@ from cross_entropy_reference import (
     reference,
     rows_per_chunk,
 )
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, part_of
 from torch.nn.functional import linear
 
 import liger
-from liger._core.runtime.environment import triton_interpreted
-
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen):
@@ -72,7 +65,9 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen
 # --- equal to the whole op ----------------------------------------------------------------------------------
 
 
-def _every_option(rank, world):
+@in_processes(2)
+def test_every_option(rank, world):
+    """Two parts of 65 and 64 classes, in several chunks."""
     cases = itertools.product(OPTIONS, ("mean", "sum", "none"), (torch.float32, torch.bfloat16))
     for i, (name, reduction, dtype) in enumerate(cases):
         torch.manual_seed(i)
@@ -85,12 +80,8 @@ def _every_option(rank, world):
         check(rank, world, what, tensors[: 2 + i % 2], target, memory_budget=budget, **chosen)
 
 
-def test_every_option(tmp_path):
-    """Two parts of 65 and 64 classes, in several chunks."""
-    on_processes(tmp_path, _every_option)
-
-
-def _every_option_of_plain(rank, world):
+@in_processes(2)
+def test_every_option_over_given_logits(rank, world):
     for i, (name, reduction) in enumerate(itertools.product(OPTIONS, ("mean", "sum", "none"))):
         torch.manual_seed(i)
         for dtype in (torch.float32, torch.bfloat16):
@@ -116,11 +107,8 @@ def _every_option_of_plain(rank, world):
             assert_as_exact_as_torch(*grads, f"{what}: gradient", 2 * LARGEST_LSE)
 
 
-def test_every_option_over_given_logits(tmp_path):
-    on_processes(tmp_path, _every_option_of_plain)
-
-
-def _layouts(rank, world):
+@in_processes(3)
+def test_uneven_parts_and_other_groups(rank, world):
     *tensors, target = random_layer(11, 8, 10, "cpu")
     check(rank, world, "4, 4 and 2 classes", tensors, target)
     bounds = (0, 1, 8, 10)
@@ -140,22 +128,16 @@ def _layouts(rank, world):
         torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
 
 
-def test_uneven_parts_and_other_groups(tmp_path):
-    on_processes(tmp_path, _layouts, world=3)
-
-
-def _alone(rank, world):
+@in_processes(1)
+def test_a_group_of_one_process(rank, world):
     *tensors, target = random_layer(11, 8, 33, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
         cast = [t.to(dtype) for t in tensors]
         check(rank, world, f"one process, {dtype}", cast, target, layout={}, memory_budget=300)
 
 
-def test_a_group_of_one_process(tmp_path):
-    on_processes(tmp_path, _alone, world=1)
-
-
-def _chunks(rank, world):
+@in_processes(2)
+def test_chunks(rank, world):
     from liger.distributed.vocab import cross_entropy
 
     # Halves of a chunk take turns: from twice the rows of full speed on.
@@ -176,11 +158,8 @@ def _chunks(rank, world):
     check(rank, world, "logits in grad_weight", tensors, target, memory_budget=4096)
 
 
-def test_chunks(tmp_path):
-    on_processes(tmp_path, _chunks)
-
-
-def _odd_batches(rank, world):
+@in_processes(2)
+def test_ignored_and_empty_batches(rank, world):
     x, weight, _, target = random_layer(7, 8, 12, "cpu")
     ignored = torch.full_like(target, -100)
     for reduction, expected in (("sum", 0.0), ("none", 0.0), ("mean", torch.nan)):
@@ -217,36 +196,8 @@ def _odd_batches(rank, world):
     torch.testing.assert_close(mine.grad, part_of(whole.grad, rank, world, dim=1).detach())
 
 
-def test_ignored_and_empty_batches(tmp_path):
-    on_processes(tmp_path, _odd_batches)
-
-
-def _nan_in_ignored_rows(rank, world):
-    """What an ignored row holds leaves no trace, with one process and more, one chunk and more."""
-    x, weight, _, target = random_layer(11, 8, 12, "cpu")
-    target[1::3] = -100
-    ignored = target == -100
-    token_weight = torch.rand(11)
-    for budget in (None, 200):
-        results = []
-        for value in (0.0, torch.nan):
-            given = x.masked_fill(ignored.unsqueeze(1), value)
-            mine = [leaves(given)[0], part_of(weight, rank, world)]
-            loss = in_shards.fused_linear_ce(
-                *mine, target, token_weight=token_weight.masked_fill(ignored, value), memory_budget=budget
-            )
-            results.append([loss, *torch.autograd.grad(loss, mine)])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-        assert not results[1][1][ignored].any()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_nan_in_ignored_rows(tmp_path, world):
-    on_processes(tmp_path, _nan_in_ignored_rows, world=world)
-
-
-def _metrics(rank, world):
+@in_processes(2)
+def test_metrics_and_module(rank, world):
     chosen = options("all", 12, 40, "cpu")
     x, weight, bias, target = random_layer(12, 8, 40, "cpu", ignore_index=2)
     exact = reference(linear(x.double(), weight.double(), bias.double()), target, **chosen)
@@ -272,14 +223,11 @@ def _metrics(rank, world):
     assert torch.equal(again.loss, output.loss) and torch.equal(again.logprobs, output.logprobs)
 
 
-def test_metrics_and_module(tmp_path):
-    on_processes(tmp_path, _metrics)
-
-
 # --- processes without a class ------------------------------------------------------------------------------
 
 
-def _empty_shards(rank, world):
+@in_processes(2, 4)
+def test_processes_without_a_class(rank, world):
     """A process may have no class: results and gradients agree with the whole op, whatever the option."""
     classes, rows = 9, 13
     first = (0, *(classes,) * world), {"vocab_size": classes, "vocab_start": 0 if rank == 0 else classes}
@@ -334,8 +282,3 @@ def _empty_shards(rank, world):
                 torch.testing.assert_close(
                     actual, expected, rtol=3e-2, atol=3e-2 if dtype != torch.float32 else 1e-5
                 )
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_without_a_class(tmp_path, world):
-    on_processes(tmp_path, _empty_shards, world)

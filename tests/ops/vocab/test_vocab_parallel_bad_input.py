@@ -9,14 +9,15 @@ import pytest
 import torch
 from cross_entropy_reference import random_layer
 from errors import error_about
-from processes import needs_gloo, on_processes, part_of
+from processes import in_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import liger
 
 
-def _bad_input(rank, world):
+@in_processes(2, slow=False)
+def test_bad_input(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
     mine = part_of(weight, rank, world)
 
@@ -33,12 +34,8 @@ def _bad_input(rank, world):
     refuses("vocab_start was given without vocab_size", x, mine, target, vocab_start=0)
     refuses("vocab_start is 20, expected weight with its 17 classes", x, mine, target, vocab_start=20,
             vocab_size=34)  # fmt: skip
-    refuses("target at row 0 is 34, expected 0 <= target < 34", x, mine, torch.full_like(target, 34))
-    refuses(r"ce_weight has shape \(17,\), expected \(34,\)", x, mine, target, ce_weight=torch.ones(17))
     refuses("ce_weight has dtype torch.int64", x, mine, target, ce_weight=torch.ones(34).long())
     refuses(r"bias has shape \(34,\), expected \(17,\)", x, mine, target, bias)
-    refuses(r"weight has shape \(17,\)", x, mine[:, 0], target)
-    refuses("reduction is 'max'", x, mine, target, reduction="max")
     refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
             function=in_shards.cross_entropy)  # fmt: skip
     _names_in_messages(x, mine, bias, target)
@@ -104,11 +101,6 @@ def _names_in_messages(x, weight, bias, target):
             TypeError, match=f"^{function.__name__}: group is 3, expected a process group or None$"
         ):
             function(*valid, group=3)
-
-
-@needs_gloo
-def test_bad_input(tmp_path):
-    on_processes(tmp_path, _bad_input)
 
 
 def test_without_a_process_group():
@@ -186,12 +178,7 @@ def _differ(rank, world):
         (logprobs if last else ce)(x, weight, target)
 
 
-@needs_gloo
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_errors_on_one_process(tmp_path, world):
-    on_processes(tmp_path, _fails_on_one_or_differ, world, timeout=120)
-
-
-def _fails_on_one_or_differ(rank, world):
+@in_processes(2, pytest.param(4, marks=pytest.mark.slow), slow=False, timeout=120)
+def test_errors_on_one_process(rank, world):
     _fails_on_one(rank, world)
     _differ(rank, world)

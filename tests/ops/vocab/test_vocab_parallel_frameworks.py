@@ -8,22 +8,16 @@ import torch.distributed as dist
 from copies import Copies
 from cross_entropy_reference import leaves, random_layer
 from errors import error_about
-from processes import needs_gloo, on_processes, part_of
+from processes import in_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
 import liger
-from liger._core.runtime.environment import triton_interpreted
-
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
 
 
-def _dtensors(rank, world):
+@in_processes(2)
+def test_dtensors(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     x, weight, bias, target = random_layer(8, 6, 11, "cpu")
     whole = leaves(x, weight, bias)
@@ -67,11 +61,8 @@ def _dtensors(rank, world):
     refuses(r"over ranks \[0, 1\], expected the ranks of the group", x, made[1], target, group=groups[rank])
 
 
-def test_dtensors(tmp_path):
-    on_processes(tmp_path, _dtensors)
-
-
-def _autograd(rank, world):
+@in_processes(2)
+def test_autograd(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
     for reduction in ("mean", "none"):
         mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
@@ -96,11 +87,8 @@ def _autograd(rank, world):
     assert torch.equal(loss, in_shards.fused_linear_ce(*half, target))
 
 
-def test_autograd(tmp_path):
-    on_processes(tmp_path, _autograd)
-
-
-def _compiled(rank, world):
+@in_processes(2)
+def test_compiled(rank, world):
     x, weight, bias, target = random_layer(9, 8, 34, "cpu")
 
     def fused(x, weight, bias):
@@ -120,11 +108,8 @@ def _compiled(rank, world):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_compiled(tmp_path):
-    on_processes(tmp_path, _compiled)
-
-
-def _layouts(rank, world):
+@in_processes(2)
+def test_layouts(rank, world):
     """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their
     shape."""
     tokens, batch = 5, 3
@@ -162,7 +147,3 @@ def _layouts(rank, world):
                 with torch.no_grad(), Copies() as copies:
                     function(*(t.detach() for t in given), *(s.detach() for s in shards), vocab_size=11)
                 assert all(size < x.numel() for size in copies.sizes), copies.sizes
-
-
-def test_layouts(tmp_path):
-    on_processes(tmp_path, _layouts)

@@ -7,25 +7,18 @@ import contextlib
 import itertools
 
 import in_shards
-import pytest
 import torch
 import torch.distributed as dist
 from cross_entropy_reference import leaves, random_layer
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, part_of
 from shard_logprob_steps import LogProbSteps
 from shard_steps import replaced_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from liger._core.runtime.environment import triton_interpreted
 from liger.distributed.vocab import sm90
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
 ROWS, HIDDEN, VOCAB = 700, 64, 1001
 # Several chunks for each number of processes, and no room for all exponentials.
 BUDGET = 150_000
@@ -101,7 +94,9 @@ def check(
         assert_close(mine[1].grad, expected, f"{what}: weight", tolerance, scale)
 
 
-def _every_option(rank, world):
+@in_processes(1, 2, 3)
+def test_every_option(rank, world):
+    """Exponentials are kept where they fit the budget."""
     cases = itertools.product((1.0, 0.7), (False, True), (BUDGET, None))
     for seed, (temperature, with_entropy, budget) in enumerate(cases):
         torch.manual_seed(seed)
@@ -116,13 +111,8 @@ def _every_option(rank, world):
             assert indices == list(range(len(indices))) and (len(indices) > 1) == (budget is not None), what
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_option(world, tmp_path):
-    """Exponentials are kept where they fit the budget."""
-    on_processes(tmp_path, _every_option, world)
-
-
-def _surprising_targets(rank, world):
+@in_processes(1, 2, 3)
+def test_references_of_processes_differ(rank, world):
     """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
     hundreds of nats. Classes are targets of several rows, and ignored rows are NaN."""
     for seed, (budget, with_entropy) in enumerate(itertools.product((BUDGET, None), (False, True))):
@@ -141,12 +131,8 @@ def _surprising_targets(rank, world):
         assert ran and counts[0] > 0 and (counts[1] > 0) == (world > 1 and budget is None), counts
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_references_of_processes_differ(world, tmp_path):
-    on_processes(tmp_path, _surprising_targets, world)
-
-
-def _layouts(rank, world):
+@in_processes(2)
+def test_layouts_and_what_is_trained(rank, world):
     x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
     with engine_calls() as ran:
         for bounds, budget in itertools.product(([0, 1, VOCAB], [0, VOCAB - 130, VOCAB]), (BUDGET, None)):
@@ -188,11 +174,8 @@ def _layouts(rank, world):
             assert mine[0].grad[:5].isfinite().all() and found[:5].isfinite().all()
 
 
-def test_layouts_and_what_is_trained(tmp_path):
-    on_processes(tmp_path, _layouts, 2)
-
-
-def _choice(rank, world):
+@in_processes(2)
+def test_all_processes_choose_the_same(rank, world):
     """All processes choose the same engine, and forward and backward may be of different ones."""
     x, weight, bias, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
     shard = part_of(weight, rank, world)
@@ -237,11 +220,8 @@ def _choice(rank, world):
             )
 
 
-def test_all_processes_choose_the_same(tmp_path):
-    on_processes(tmp_path, _choice, 2)
-
-
-def _autograd(rank, world):
+@in_processes(2)
+def test_autograd_and_compile(rank, world):
     x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
 
     def loss(x, w, budget):
@@ -276,7 +256,3 @@ def _autograd(rank, world):
     for others in zip(*results, strict=True):
         for other in others[1:]:
             torch.testing.assert_close(other, others[0], rtol=1e-4, atol=1e-4)
-
-
-def test_autograd_and_compile(tmp_path):
-    on_processes(tmp_path, _autograd, 2)

@@ -10,44 +10,36 @@ import in_shards
 import pytest
 import torch
 from cross_entropy_reference import leaves, random_layer
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, needs_gloo, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import liger
-from liger._core.runtime.environment import triton_interpreted
+from liger._core.head.lm_head import LMHead
 from liger.distributed.vocab import cross_entropy
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
-
-
-# --- ignored rows of the loss -------------------------------------------------------------------------------
+# --- ignored rows -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def counted_rows():
+def counted_rows(logits):
     """A list to which the rows of every product are appended: of the logits, and of the gradients of a
-    chunk."""
-    rows, write, add = [], cross_entropy.write_linear, cross_entropy.Gradients.add
+    chunk. ``logits``: (owner of the function that writes them, its name, position of the hidden states)."""
+    rows, before = [], []
+    for owner, name, place in (logits, (cross_entropy.Gradients, "add", 2)):
+        real = getattr(owner, name)
+        before.append((owner, name, real))
 
-    def counting_write(x, *arguments):
-        rows.append(len(x))
-        write(x, *arguments)
+        def counting(*arguments, real=real, place=place):
+            rows.append(len(arguments[place]))
+            real(*arguments)
 
-    def counting_add(self, at, dlogits, x):
-        rows.append(len(dlogits))
-        assert len(x) == len(dlogits)
-        add(self, at, dlogits, x)
-
-    cross_entropy.write_linear, cross_entropy.Gradients.add = counting_write, counting_add
+        setattr(owner, name, counting)
     try:
         yield rows
     finally:
-        cross_entropy.write_linear, cross_entropy.Gradients.add = write, add
+        for owner, name, real in before:
+            setattr(owner, name, real)
 
 
 PATTERNS = {
@@ -58,87 +50,61 @@ PATTERNS = {
 }
 
 
-def _ignored_rows_are_free(rank, world):
+OF_LOSS = {
+    "label_smoothing": 0.1,
+    "lse_square_scale": 1e-2,
+    "softcap": 3.0,
+    "metrics": ("z_loss", "logprobs"),
+}
+LINEAR, LOGITS = (cross_entropy, "write_linear", 0), (LMHead, "write_logits", 1)
+# (function, what writes the logits, products of each row, options). Where a gradient belongs to single rows,
+# the backward computes the logits of the forward again.
+FREE = [
+    (in_shards.fused_linear_ce, LINEAR, 2, {"reduction": "sum", **OF_LOSS}),
+    (in_shards.fused_linear_ce, LINEAR, 3, {"reduction": "none", **OF_LOSS}),
+    (in_shards.fused_linear_logprobs, LOGITS, 3, {"metrics": ("entropy", "argmax")}),
+]
+
+
+@in_processes(1, 2)
+def test_ignored_rows_are_free(rank, world):
     """No product has a row of theirs, results and gradients are as for the other rows alone, and hidden
     states and token weights of theirs may be anything."""
     x, weight, bias, target = random_layer(40, 8, 34, "cpu")
     target[:] = torch.arange(40) % 34
     token_weight = torch.rand(40) + 0.5
-    shared = {
-        "vocab_size": 34,
-        "label_smoothing": 0.1,
-        "lse_square_scale": 1e-2,
-        "softcap": 3.0,
-        "memory_budget": 4 * 17 * 4,
-        "metrics": ("z_loss", "logprobs"),
-    }
-    for (name, valid_of), reduction in itertools.product(PATTERNS.items(), ("sum", "none")):
+    for (name, valid_of), (function, logits, times, options) in itertools.product(PATTERNS.items(), FREE):
         kept = valid_of(target)
-        labels = torch.where(kept, target, -100)
-        hidden = x.masked_fill(~kept.unsqueeze(1), torch.nan)
-        mine, alone = (
-            [leaves(t)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
-            for t in (hidden, x[kept])
-        )
-        options = {**shared, "reduction": reduction}
-        given = token_weight.masked_fill(~kept, torch.nan)
-        with counted_rows() as rows:
-            found = in_shards.fused_linear_ce(*mine[:2], labels, mine[2], token_weight=given, **options)
-            found.loss.sum().backward()
-        # With "none" the backward computes the logits of the forward again.
-        times = 2 if reduction == "sum" else 3
+        inputs = (
+            (x.masked_fill(~kept.unsqueeze(1), torch.nan), torch.where(kept, target, -100),
+             token_weight.masked_fill(~kept, torch.nan)),
+            (x[kept], target[kept], token_weight[kept]),
+        )  # fmt: skip
+        runs = []
+        for hidden, labels, weights in inputs:
+            leaf = [leaves(hidden)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+            given = {"token_weight": weights} if function is in_shards.fused_linear_ce else {}
+            with counted_rows(logits) as rows:
+                found = function(
+                    *leaf[:2], labels, leaf[2], vocab_size=34, memory_budget=4 * 17 * 4, **options, **given
+                )
+                sum(value.sum() for value in found if value is not None and value.requires_grad).backward()
+            runs.append((found, leaf, rows))
+        (found, mine, rows), (one, alone, _) = runs
         assert sum(rows) == times * kept.sum() and (kept.sum() < 4 or len(rows) > times), (name, rows)
-        one = in_shards.fused_linear_ce(
-            *alone[:2], target[kept], alone[2], token_weight=token_weight[kept], **options
-        )
-        one.loss.sum().backward()
-        if reduction == "none":
-            for values, others in ((found.loss, one.loss), (found.z_loss, one.z_loss)):
-                assert not values[~kept].any()
-                torch.testing.assert_close(values[kept], others)
-        else:
-            torch.testing.assert_close(found.loss, one.loss)
-            torch.testing.assert_close(found.z_loss, one.z_loss)
-        assert not found.logprobs[~kept].any() and not mine[0].grad[~kept].any()
-        torch.testing.assert_close(found.logprobs[kept], one.logprobs)
+        for what, values, others in zip(found._fields, found, one, strict=True):
+            if values is None:
+                continue
+            if values.shape == kept.shape:
+                assert (values[~kept] == (-1 if what == "argmax" else 0)).all(), (name, what)
+                values = values[kept]
+            torch.testing.assert_close(values, others)
+        assert not mine[0].grad[~kept].any()
         torch.testing.assert_close(mine[0].grad[kept], alone[0].grad)
         assert_same_bits(mine[0].grad, name)
         for ours, other in zip(mine[1:], alone[1:], strict=True):
             assert ours.grad.any() == kept.any()
             torch.testing.assert_close(ours.grad, other.grad)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ignored_rows_of_a_loss_are_free(world, tmp_path):
-    on_processes(tmp_path, _ignored_rows_are_free, world)
-
-
-def _half_precision(rank, world):
-    """As exact as the rows alone: one rounding of each gradient."""
-    for dtype, trained in itertools.product((torch.bfloat16, torch.float16), ((1, 1), (1, 0), (0, 1))):
-        x, weight, _, target = random_layer(50, 16, 34, "cpu", dtype)
-        target[::3] = -100
-        kept = target != -100
-        results = []
-        for hidden, labels in ((x, target), (x[kept], target[kept])):
-            mine = [leaves(hidden)[0], part_of(weight, rank, world)]
-            for tensor, needed in zip(mine, trained, strict=True):
-                tensor.requires_grad_(bool(needed))
-            loss = in_shards.fused_linear_ce(*mine, labels, vocab_size=34, memory_budget=400)
-            loss.backward()
-            results.append([loss, *(t.grad for t in mine)])
-        (loss, grad, grad_weight), (expected, wanted, wanted_weight) = results
-        torch.testing.assert_close(loss, expected)
-        if trained[0]:
-            assert not grad[~kept].any()
-            torch.testing.assert_close(grad[kept], wanted)
-        if trained[1]:
-            torch.testing.assert_close(grad_weight, wanted_weight)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ignored_rows_in_half_precision(world, tmp_path):
-    on_processes(tmp_path, _half_precision, world)
 
 
 # --- layouts of the tokens ----------------------------------------------------------------------------------
@@ -260,6 +226,8 @@ def _layouts(works, rank, world):
             _check(layout, work, dtype, whole, labels, mesh, budget)
 
 
+@pytest.mark.slow
+@needs_gloo
 @pytest.mark.parametrize("work", WORK)
 def test_layouts(work, tmp_path):
     """Sequences of 7 tokens on two processes: shards of different sizes; several chunks."""

@@ -13,21 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cross_entropy_reference import OPTIONS, leaves, options, random_layer, reference
-from processes import assert_same_bits, needs_gloo, on_processes, part_of
+from processes import assert_same_bits, in_processes, part_of
 from shard_logprob_steps import LogProbSteps
 from shard_steps import ReferenceSteps, replaced_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from liger._core.runtime.environment import triton_interpreted
 from liger.distributed.vocab import sm90
 
-processes = [
-    pytest.mark.slow,
-    needs_gloo,
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
 ROWS, HIDDEN, VOCAB = 700, 64, 1001
 # Several chunks, for each number of processes.
 BUDGET = 150_000
@@ -96,7 +90,10 @@ def check(rank, world, what, x, weight, target, trained=(True, True), bounds=Non
 SUPPORTED = [name for name in OPTIONS if "smoothing" not in " ".join(OPTIONS[name])]
 
 
-def _every_option(rank, world):
+@in_processes(1, 2, 3)
+def test_every_option(rank, world):
+    """Label smoothing takes the GEMMs of torch."""
+    assert len(SUPPORTED) >= 7
     for i, (name, reduction) in enumerate(itertools.product(OPTIONS, ("mean", "sum", "none"))):
         torch.manual_seed(i)
         chosen = options(name, ROWS, VOCAB, "cpu", reduction)
@@ -108,17 +105,8 @@ def _every_option(rank, world):
         assert (max(ran, default=0) > 0) == (name in SUPPORTED), (name, ran)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_option(world, tmp_path):
-    """Label smoothing takes the GEMMs of torch."""
-    assert len(SUPPORTED) >= 7
-    on_processes(tmp_path, _every_option, world)
-
-
-test_every_option.pytestmark = [*test_every_option.pytestmark, *processes]
-
-
-def _surprising_targets(rank, world):
+@in_processes(1, 2, 3)
+def test_references_of_processes_differ(rank, world):
     """Logits with a standard deviation of 80, of some classes of 4: the references of processes differ by
     hundreds of nats, also where no tile overflows. Classes are targets of several rows, and ignored rows are
     NaN."""
@@ -138,15 +126,8 @@ def _surprising_targets(rank, world):
         assert ran and counts[0] > 0 and (counts[1] > 0) == (world > 1)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_references_of_processes_differ(world, tmp_path):
-    on_processes(tmp_path, _surprising_targets, world)
-
-
-test_references_of_processes_differ.pytestmark += processes
-
-
-def _layouts(rank, world):
+@in_processes(2)
+def test_layouts_and_what_is_trained(rank, world):
     x, weight, _, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
     with engine_calls() as ran:
         for bounds in ([0, 1, VOCAB], [0, VOCAB - 130, VOCAB]):
@@ -181,14 +162,8 @@ def _layouts(rank, world):
         assert mine[0].grad[:5].isfinite().all()
 
 
-def test_layouts_and_what_is_trained(tmp_path):
-    on_processes(tmp_path, _layouts, 2)
-
-
-test_layouts_and_what_is_trained.pytestmark = processes
-
-
-def _choice(rank, world):
+@in_processes(2)
+def test_all_processes_choose_the_same(rank, world):
     """All processes choose the same engine, and the same chunks."""
     x, weight, bias, target = random_layer(ROWS, HIDDEN, VOCAB, "cpu")
     shard = part_of(weight, rank, world)
@@ -218,13 +193,6 @@ def _choice(rank, world):
         assert not ran, changes
     with pytest.raises(RuntimeError, match=r"ce_weight has shape \(3,\), expected \(1001,\)"):
         ran_for(x, shard, target, ce_weight=torch.ones(3))
-
-
-def test_all_processes_choose_the_same(tmp_path):
-    on_processes(tmp_path, _choice, 2)
-
-
-test_all_processes_choose_the_same.pytestmark = processes
 
 
 # --- without processes --------------------------------------------------------------------------------------

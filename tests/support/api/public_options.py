@@ -157,7 +157,7 @@ VALUES = {
     "softcap": [5.0],
     "limit": [1.0],
     "delta": [1.5],
-    "recompute": [True],
+    "recompute": [True, False],
     "denominator": _DIVISORS,
     "nll_denominator": _DIVISORS,
     "kl": [0.3, torch.tensor(0.2)],

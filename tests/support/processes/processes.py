@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A function run by the processes of a group that talk through gloo."""
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from liger._core.runtime.environment import triton_interpreted
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -53,6 +56,40 @@ def on_processes(tmp_path, function, world=2, timeout=_TIMEOUT):
     finally:
         for process in context.processes:
             process.kill()
+
+
+class _Body:
+    """What a test made by :func:`in_processes` does in a process: found there by its names, as a function
+    is that another one has taken the place of."""
+
+    def __init__(self, function):
+        self.module, self.name = function.__module__, function.__name__
+
+    def __call__(self, rank, world):
+        getattr(importlib.import_module(self.module), self.name).body(rank, world)
+
+
+def in_processes(*worlds, slow=True, timeout=_TIMEOUT):
+    """Makes a test of ``function(rank, world)``, which runs in every process of a group, once for each of the
+    numbers of processes; of the torch backend."""
+    marks = [needs_gloo, pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend")]
+    marks += [pytest.mark.slow] if slow else []
+
+    def make(function):
+        def test(tmp_path, world):
+            on_processes(tmp_path, _Body(function), world, timeout)
+
+        test.__name__, test.__doc__, test.__module__ = (
+            function.__name__,
+            function.__doc__,
+            function.__module__,
+        )
+        test.body = function
+        for mark in (*marks, pytest.mark.parametrize("world", worlds)):
+            test = mark(test)
+        return test
+
+    return make
 
 
 def part_of(tensor, rank, world, bounds=None, dim=0):

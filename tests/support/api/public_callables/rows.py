@@ -23,6 +23,10 @@ def logits_inputs(device, dtype):
     }
 
 
+_CE_METRICS = {
+    "metrics": ("z_loss", "token_accuracy", "argmax", "logprobs", "entropy"),
+    "lse_square_scale": 1e-2,
+}
 _CE_OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0}
 for _name, _options in {
     "": {},
@@ -30,6 +34,7 @@ for _name, _options in {
     " none": {"reduction": "none"},
     " inplace": {"inplace": True},
     " none inplace": {"reduction": "none", "inplace": True},
+    " metrics": _CE_METRICS,
 }.items():
     add(
         f"cross_entropy{_name}",
@@ -76,6 +81,7 @@ for _name, _make, _options in (
     (" options", biased_head, _CE_OPTIONS),
     (" chunks", biased_head, _CHUNKS),
     (" none", _head, {"reduction": "none"}),
+    (" metrics", biased_head, _CE_METRICS),
     (" weighted", _weighted(_head, classes=True), _CHUNKS),
 ):
     add(
@@ -122,18 +128,21 @@ def _logprobs(device, dtype):
     return {"input": made["input"], "weight": made["weight"], "target": made["target"], "bias": made["bias"]}
 
 
+def _present(**given):
+    """The results that there are."""
+    found = liger.fused_linear_logprobs(**given)
+    return tuple(r for r in found if r is not None) if given.get("metrics") else found
+
+
 for _name, _options in {
     "": {},
     " temperature": {"temperature": 0.7, **_CHUNKS},
-    " entropy": {"metrics": ("entropy",), "softcap": 4.0},
+    " metrics": {"metrics": ("entropy", "argmax", "log_sum_sq_probs", "mean_logits"), "softcap": 4.0},
+    " kept": {"metrics": ("entropy",), "softcap": 4.0, "recompute": False},
 }.items():
     add(
         f"fused_linear_logprobs{_name}",
-        lambda **given: (
-            tuple(liger.fused_linear_logprobs(**given))[:2]
-            if given.get("metrics")
-            else liger.fused_linear_logprobs(**given)
-        ),
+        _present,
         with_options(_logprobs, **_options),
         "input weight bias",
         public="fused_linear_logprobs",
@@ -144,7 +153,7 @@ for _name, _options in {
 
 add(
     "fused_linear_logprobs lora",
-    lambda **given: tuple(liger.fused_linear_logprobs(**given))[:2],
+    _present,
     with_options(
         _with_lora(_logprobs, "input"), temperature=0.7, softcap=4.0, metrics=("entropy",), **_CHUNKS
     ),
