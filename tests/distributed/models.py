@@ -58,12 +58,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks, norm, and a head that returns the summed loss over a given denominator."""
 
-    def __init__(self, config, make_mlp, tied):
+    def __init__(self, config, make_mlp, tied, ce_weight=None):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, make_mlp) for _ in range(config.layers))
         self.norm = liger.nn.RMSNorm(config.hidden_size, eps=1e-6)
-        self.head = liger.nn.LMHeadLoss(config.hidden_size, config.vocab_size)
+        self.head = liger.nn.LMHeadLoss(config.hidden_size, config.vocab_size, ce_weight=ce_weight)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -74,11 +74,11 @@ class Model(nn.Module):
         return self.head(self.norm(x), target, denominator=denominator)
 
 
-def make(mlp="swiglu", tied=False, device="cpu", dtype=torch.float32):
+def make(mlp="swiglu", tied=False, device="cpu", dtype=torch.float32, ce_weight=None):
     """The same weights for the same arguments; the weights of the norms are not trivial."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = Model(CONFIG, MLPS[mlp], tied)
+        model = Model(CONFIG, MLPS[mlp], tied, ce_weight)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 nn.init.uniform_(parameter, 0.5, 1.5)
@@ -103,9 +103,11 @@ def batches_of_ranks(lengths, device="cpu"):
     ]
 
 
-def count(batches):
-    """How many targets of batches are not ignored."""
-    return sum(int((target != -100).sum()) for _, target in batches)
+def count(batches, ce_weight=None):
+    """How many targets of batches are not ignored, or the sum of their class weights."""
+    targets = torch.cat([target.flatten() for _, target in batches])
+    targets = targets[targets != -100]
+    return len(targets) if ce_weight is None else ce_weight[targets].sum()
 
 
 def step(model, batches):

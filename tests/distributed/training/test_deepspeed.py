@@ -8,6 +8,7 @@ import models
 import pytest
 import ranks
 import torch
+from cases import error
 
 # One GPU is not enough for two ranks; DeepSpeed would take it all the same.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.ON_GPU else "cpu")
@@ -43,12 +44,12 @@ def full_gradients(engine):
     return {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
 
 
-def train(engine, batches):
+def train(engine, batches, ce_weight=None):
     """(loss, full gradients) of this rank's micro-batches, and a step that changes nothing."""
     mine = batches[ranks.RANK]
     # DeepSpeed averages over ranks and micro-batches: this makes that average the mean over all tokens.
     parts = ranks.WORLD * len(mine)
-    denominator = models.count([b for of_rank in batches for b in of_rank]) / parts
+    denominator = models.count([b for of_rank in batches for b in of_rank], ce_weight) / parts
     loss = 0.0
     for i, (ids, target) in enumerate(mine):
         part = engine(ids, target, denominator)
@@ -80,6 +81,30 @@ def run(mlp, stage, lengths, tied=False, **options):
 def test_matches_one_process(mlp, stage, tied):
     """Two micro-batches of other lengths on every rank."""
     run(mlp, stage, [[9, 5], [6, 11]], tied)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_class_weights(stage):
+    """Micro-batches of all ranks have the loss of torch.nn.CrossEntropyLoss over all tokens together."""
+    batches = models.batches_of_ranks([[9, 5], [6, 11]], ranks.DEVICE)
+    ce_weight = torch.linspace(0.1, 3.0, models.CONFIG.vocab_size, device=ranks.DEVICE)
+    model = models.make(device=ranks.DEVICE, ce_weight=ce_weight)
+    plain = models.make(device=ranks.DEVICE, dtype=torch.float64)
+    plain.head.forward = lambda x, *_, **__: torch.nn.functional.linear(x, plain.head.weight).flatten(0, -2)
+    everything = [b for of_rank in batches for b in of_rank]
+    with liger.use_backend("torch"):
+        logits = torch.cat([plain(ids, target, None) for ids, target in everything])
+    targets = torch.cat([target.flatten() for _, target in everything])
+    expected = torch.nn.functional.cross_entropy(logits, targets, ce_weight.double())
+    expected.backward()
+    engine = start(model, stage, micro_batches=2)
+    try:
+        loss, grads = train(engine, batches, ce_weight)
+    finally:
+        engine.destroy()
+    assert error(loss, expected.detach()) <= 1e-6
+    for name, parameter in plain.named_parameters():
+        assert error(grads[name], parameter.grad) <= 1e-5, name
 
 
 @pytest.mark.parametrize("stage", STAGES)
