@@ -9,7 +9,6 @@ import torch
 
 from ...nn.experts import GroupedExperts
 from ...ops.grouped_experts.op import grouped_experts
-from ..function_class import function_class
 from .mlps import _require_silu
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -45,13 +44,9 @@ class LigerExperts(GroupedExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states (..., H), experts and routing weights (..., K), each with the same number of
-        tokens."""
+        """Hidden states (..., H), experts and routing weights (..., K), of as many tokens."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         choices = (t.reshape(-1, top_k_index.shape[-1]) for t in (top_k_index, top_k_weights))
         y = _apply_fused_moe(rows, self.gate_up_proj, self.down_proj, *choices)
         # Also under autocast, the result has the dtype of the hidden states.
         return y.view(hidden_states.shape).to(hidden_states.dtype)
-
-
-LigerFusedMoEFunction = function_class("LigerFusedMoEFunction", _apply_fused_moe)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
-from ..function_class import function_class
 from ..parameters import OptionsModule, takes
 from .instances import loss_of
 
@@ -48,10 +47,6 @@ def _distil(loss_class):
 
 liger_fused_linear_jsd = _distil(FusedLinearJSDLoss)
 liger_fused_linear_cosine = _distil(FusedLinearCosineSimilarityLoss)
-LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", liger_fused_linear_jsd)
-LigerFusedLinearCosineSimilarityFunction = function_class(
-    "LigerFusedLinearCosineSimilarityFunction", liger_fused_linear_cosine
-)
 
 
 class _Distillation(OptionsModule):

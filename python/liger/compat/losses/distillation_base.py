@@ -115,7 +115,6 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *args):
-        """Gradients of student_input, student_weight, teacher_input, teacher_weight, target and
-        student_bias."""
+        """Gradients of the two inputs and weights (student first), of target and of student_bias."""
         grads = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
         return grads[0], grads[1], None, None, None, grads[2]

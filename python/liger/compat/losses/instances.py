@@ -13,6 +13,5 @@ def _instance(loss_class, options):
 
 
 def loss_of(loss_class: Any, *, compiled: Any = None, chunk_size: Any = None, **options: Any) -> Any:
-    """The loss. ``compiled`` and ``chunk_size`` have no effect: the memory budget decides the size of a
-    chunk."""
+    """The loss. ``compiled`` and ``chunk_size`` have no effect: the memory budget sizes the chunks."""
     return _instance(loss_class, tuple(options.items()))

@@ -17,7 +17,6 @@ from ...losses import (
     FusedLinearSimPOLoss,
 )
 from ...losses.preference import _log1mexp
-from ..function_class import function_class
 from ..parameters import OptionsModule, takes
 from .instances import loss_of
 
@@ -58,8 +57,7 @@ def _reference(use_ref_model, **tensors):
     "loss_type='sigmoid', label_smoothing=0.0, discopop_tau=0.05, alpha=1.0"
 )
 def liger_fused_linear_dpo(_input, weight, target, bias, ref_input, ref_weight, ref_bias, **options):
-    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`. ``label_smoothing`` is for exo_pair and
-    robust."""
+    """(loss, metrics) of a FusedLinearDPOLoss. ``label_smoothing`` is for exo_pair and robust."""
     if options["loss_type"] not in ("exo_pair", "robust"):
         options["label_smoothing"] = 0.0
     reference = _reference(
@@ -122,13 +120,6 @@ def liger_fused_linear_kto(
     logits = (torch.where(which, sums, 0.0).sum() for which in (desirable, ~desirable))
     rewards = m.chosen_rewards_sum, m.rejected_rewards_sum
     return loss, (m.chosen_logps_sum, m.rejected_logps_sum, *logits, *rewards)
-
-
-LigerFusedLinearDPOFunction = function_class("LigerFusedLinearDPOFunction", liger_fused_linear_dpo)
-LigerFusedLinearORPOFunction = function_class("LigerFusedLinearORPOFunction", liger_fused_linear_orpo)
-LigerFusedLinearCPOFunction = function_class("LigerFusedLinearCPOFunction", liger_fused_linear_cpo)
-LigerFusedLinearSimPOFunction = function_class("LigerFusedLinearSimPOFunction", liger_fused_linear_simpo)
-LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto)
 
 
 # --- modules ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their
-order."""
+"""The ``apply_liger_kernel_to_*`` of liger_kernel 0.8.5: model types, and parameters in their order."""
 
 from __future__ import annotations
 
