@@ -35,8 +35,7 @@ class Probe:
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
         outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in plain_tensors(t)}
-        # References to the storages: without them the allocator may reuse an address for another saved
-        # tensor.
+        # References, without which the allocator may reuse an address for another saved tensor.
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(x):

@@ -5,8 +5,6 @@ planner.py has the steps of a plan, memory_plan.py its arithmetic, docs/guides/c
 the method.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from torch import nn

@@ -10,8 +10,6 @@ does not run. The autograd node is the kernel's own, so every kernel keeps its o
 dropout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -133,8 +133,7 @@ def weight_of_head(stand_in, weight):
 
 
 def lookup_adding_gradient(embedding, ids):
-    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight's
-    gradients."""
+    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight."""
 
     def add(total, weight, saved, grads):
         _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
@@ -168,8 +167,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _LinearOver(torch.autograd.Function):
-    """``linear(x, weight, bias)`` with a backward that overwrites x with its gradient, unless the graph is
-    retained."""
+    """``linear(x, weight, bias)``; its backward overwrites x, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -203,8 +201,7 @@ def linear_over(layer, x):
 
 
 def is_plain_linear(layer, x):
-    """True if ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is
-    recorded."""
+    """True if ``layer(x)`` is recorded, and the linear operation alone with a plain, uncast weight."""
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and _has_plain_weight(layer)
