@@ -135,8 +135,7 @@ def _heads_dim(q, table, unsqueeze):
 
 
 def _like(tensors, table, heads):
-    """True if all tensors differ from the first one in the number of heads only, and none alone is a
-    DTensor."""
+    """True if the tensors differ in the number of heads only, and all or none are DTensors."""
     q = tensors[0]
 
     def shape(t):

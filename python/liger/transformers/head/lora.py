@@ -15,8 +15,7 @@ from ...ops.fused_linear_ce.lora import lora_ce
 
 
 def low_rank_parts(layer, x):
-    """((down, up) or None without active adapters, bias or None): the operands of the logits besides x and
-    W."""
+    """((down, up) or None without adapters, bias or None): operands of the logits besides x and W."""
     bias = layer.base_layer.bias
     if layer.disable_adapters or layer.merged:
         return None, bias
