@@ -100,8 +100,7 @@ def main(run_file):
         nudge(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
 
-    # A first step outside the measurement: libraries and buffers that are loaded once are not memory of a
-    # step.
+    # A first step outside the measurement: what is loaded once is no memory of a step.
     model(input_ids=batches[0], labels=batches[0]).loss.backward()
     optimizer.zero_grad(set_to_none=True)
     memory = AllocatedMemory() if device == "cuda" else ResidentMemory()
