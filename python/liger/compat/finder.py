@@ -4,8 +4,6 @@
 The modules have no source. Each resolves its names at first use, by the table in compat/names.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

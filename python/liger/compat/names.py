@@ -7,8 +7,6 @@ whose static ``apply`` is that function. Names that liger_kernel 0.8.5 has and t
 listed in docs/guides/compat.md with the reason.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

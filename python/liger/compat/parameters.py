@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Functions and modules that take their arguments in the order of liger_kernel, which is a line of text."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Small helpers that other projects import from liger_kernel: devices, versions, Triton settings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture, with the constructor and the arguments of liger_kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

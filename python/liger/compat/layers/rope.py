@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embeddings, with the arguments of liger_kernel. Nothing is written in place."""
 
-from __future__ import annotations
-
 import torch
 
 from ...ops.rope.complex_rope import complex_rope

@@ -6,8 +6,6 @@
 graph.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The loss of a causal language model from its hidden states, and output classes with metrics."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import dataclass

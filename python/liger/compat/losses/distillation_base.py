@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Base class of distillation losses that other projects define by a function of logits."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

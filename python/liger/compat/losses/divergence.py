@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Divergences between a student and a teacher, with the arguments of liger_kernel."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

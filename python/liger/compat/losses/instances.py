@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One instance of a loss of liger.losses per set of options."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

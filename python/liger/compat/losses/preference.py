@@ -4,8 +4,6 @@
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many pairs a chunk has.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

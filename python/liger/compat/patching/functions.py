@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``apply_liger_kernel_to_*`` and the other functions of ``liger_kernel.transformers.monkey_patch``."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator
