@@ -54,10 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         importlib.import_module("liger")
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # An environment variable with an invalid value, or two copies.
+    # An environment variable with an invalid value, or two copies.
+    except (ValueError, RuntimeError) as error:
         print(f"liger: {error}", file=sys.stderr)
         return 2
     try:

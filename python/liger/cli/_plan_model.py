@@ -21,18 +21,13 @@ def run(name, dtype, tokens, as_json, head_peak):
     of the lm_head and its loss."""
     try:
         _refuse_unknown(name)
-        from ..transformers.checkpointing.saved_bytes import (
-            recomputed_layers,
-            saved_in_layers,
-            saved_with_adapters,
-            uncounted_layers,
-        )
+        from ..transformers.checkpointing import saved_bytes
 
         model = _model(name)
         with quiet_patching():
-            rows = saved_in_layers(liger.patch(model, verbose=False), dtype)
-        layer_bytes = recomputed_layers(model, dtype)
-        others = uncounted_layers(model)
+            rows = saved_bytes.saved_in_layers(liger.patch(model, verbose=False), dtype)
+        layer_bytes = saved_bytes.recomputed_layers(model, dtype)
+        others = saved_bytes.uncounted_layers(model)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
             raise
@@ -42,7 +37,7 @@ def run(name, dtype, tokens, as_json, head_peak):
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
-    adapters = saved_with_adapters(rows)
+    adapters = saved_bytes.saved_with_adapters(rows)
     step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
     if step:
         step["checkpointed"] = _checkpointed(step, layer_bytes, tokens)

@@ -84,16 +84,8 @@ def train(kind, size, device, batches):
     from tqdm import tqdm
 
     description = batches.with_name(f"{kind}.json")
-    description.write_text(
-        json.dumps(
-            {
-                "kind": kind,
-                "size": size.as_dict(),
-                "device": device,
-                "batches": str(batches),
-            }
-        )
-    )
+    given = {"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)}
+    description.write_text(json.dumps(given))
     environment = dict(os.environ)
     # glibc returns larger blocks to the system when they are freed: resident size is memory in use.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))

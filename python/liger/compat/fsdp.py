@@ -16,8 +16,7 @@ class _FSDPForwardRedirection:
     def __call__(
         self, wrapper_module: FullyShardedDataParallel, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls the wrapper with the arguments of ``method``; for this call its module's forward is
-        ``method``.
+        """Calls the wrapper; for this call the forward of its module is ``method``.
 
         Raises:
             TypeError: ``wrapper_module`` is not a FullyShardedDataParallel.

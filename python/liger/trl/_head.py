@@ -2,8 +2,7 @@
 """The fused lm_head of TRL's calls ``model(..., labels=labels, fused_lm_head=True)``, which return no logits.
 
 The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have
-gathered it, and the head is called inside the forward of the model, as the hooks of DDP, FSDP and ZeRO-3
-require.
+gathered it, and the head is called in the forward of the model, as hooks of DDP, FSDP and ZeRO-3 require.
 """
 
 import contextlib
@@ -22,8 +21,7 @@ from ._transform import Transform, model_without_head
 
 
 def call_head(head, hidden, function):
-    """Returns ``function(hidden, weight, bias)``, a NamedTuple of tensors and None, computed inside a call of
-    the head.
+    """``function(hidden, weight, bias)``, a NamedTuple of tensors and None, within a call of the head.
 
     Raises:
         RuntimeError: the head is not a linear layer with an unsharded weight.

@@ -27,8 +27,7 @@ def _apply_fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
 
 
 class LigerExperts(GroupedExperts):
-    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration of
-    transformers.
+    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration.
 
     The forward reads gate_up_proj and down_proj alone, so that ``_patch_swiglu_module`` can give it to the
     experts of transformers.

@@ -84,8 +84,7 @@ def _packed(function, *tensors, **options):
     "softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False"
 )
 def _apply_cross_entropy(_input, target, weight, **options):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not
-    written.
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`, not in place.
 
     A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
     """

@@ -7,8 +7,7 @@
 import torch
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
-from ..parameters import OptionsModule, takes
-from .instances import loss_of
+from ..parameters import OptionsModule, loss_of, takes
 
 _INPUTS = (
     "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "

@@ -20,8 +20,7 @@ _TENSORS = [f"{owner}_{part}" for owner in ("student", "teacher") for part in _P
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """A distillation loss: its logits exist a chunk of rows at a time, its gradients are computed in the
-    forward.
+    """A distillation loss: logits of a chunk of rows at a time, gradients computed in the forward.
 
     A subclass defines :meth:`distillation_loss_fn` in plain PyTorch, and a ``forward`` that calls the one of
     this class with ``cls`` and ``ctx``.

@@ -7,8 +7,7 @@
 import torch
 
 from ...losses import FusedLinearGRPOLoss
-from ..parameters import OptionsModule, takes
-from .instances import loss_of
+from ..parameters import OptionsModule, loss_of, takes
 
 # Tensors that keep their names.
 _TENSORS = (

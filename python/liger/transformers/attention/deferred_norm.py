@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""RMS norms of queries and keys that the rotation computes: ``liger.qk_norm_rope`` instead of two norms and a
-rotation.
+"""RMS norms of queries and keys that the rotation computes: one ``liger.qk_norm_rope`` instead of three ops.
 
 The forward of an attention normalises queries and keys, swaps dimensions, and rotates. In its patched copy
 the norm returns a :class:`DeferredNorm`, and the rotary function computes norm and rotation at once. Other

@@ -47,8 +47,7 @@ def _method(name):
 
 
 def _deferring(forward, calls, norms):
-    """A copy of a forward that calls methods of these names instead of norms, and the patched rotary
-    functions.
+    """A copy of a forward that calls deferring methods instead of norms, and patched rotary functions.
 
     Raises:
         ValueError: the code cannot be renamed.

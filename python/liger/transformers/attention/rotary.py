@@ -79,19 +79,14 @@ def renamed(function, calls):
 def rotary_function(original, found):
     """A function like the original that computes by the op what :class:`Function` allows."""
     signature = _signature(original)
-    names, defaults, tensors, tables = (
-        signature.names,
-        signature.defaults,
-        signature.tensors,
-        signature.tables(found.form),
-    )
+    names, tensors, tables = signature.names, signature.tensors, signature.tables(found.form)
     default = signature.unsqueeze if found.unsqueeze is None else found.unsqueeze
     read = {*tensors, *tables, UNSQUEEZE}
 
     def rotated(args, kwargs):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or any(
-            n not in read and given[n] is not defaults.get(n, original) for n in given
+            n not in read and given[n] is not signature.defaults.get(n, original) for n in given
         ):
             return None
         values = [given.get(name) for name in (*tensors, *tables)]

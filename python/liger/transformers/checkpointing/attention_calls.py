@@ -50,8 +50,7 @@ class SDPA:
     def inputs(self):
         """The tensors of the kernel.
 
-        SDPA would convert and pad a mask into a tensor that the node saves. Here the recomputation does so
-        again.
+        SDPA's node would save a converted and padded mask. Here the recomputation makes it again.
         """
         if self._inputs is None:
             *others, mask = self.tensors

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and attention that such a
-layer keeps.
+"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and attention they keep.
 
 A store has ``put(tensor)``, which returns a handle, and ``handle.get()`` returns the tensor with its strides
-and without a graph. It may be called again in a later backward of the same graph. The tensor is freed with
-its handle.
+and without a graph, also in a later backward of the same graph. The tensor is freed with its handle.
 
 A copy to the host runs on a stream of its own while the next layer computes. The store refers to the tensor
 until the stream that computes has waited for that copy, so the caching allocator cannot hand out its memory
@@ -78,8 +76,7 @@ class OnDevice:
 
 
 class HostStore:
-    """A store in host memory. It takes tensors between :meth:`begin` and :meth:`flush`, within
-    :meth:`layer`.
+    """A store in host memory. It takes tensors from :meth:`begin` to :meth:`flush`, within :meth:`layer`.
 
     Args:
         offload: True, or bytes of host memory; None: off until :meth:`turn_on`; False: always off.

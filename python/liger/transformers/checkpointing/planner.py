@@ -2,8 +2,7 @@
 """The steps of a plan: what each layer of a model keeps, chosen before a step and measured after it.
 
 A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
-It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all of their
-activations.
+It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all.
 """
 
 import itertools

@@ -9,8 +9,7 @@ import torch
 
 @dataclass
 class Step:
-    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are
-    one step."""
+    """Forwards up to their backward; ``start``: allocated bytes before them."""
 
     start: int
     retries: int

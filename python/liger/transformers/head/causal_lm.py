@@ -4,8 +4,7 @@
 The trial calls the forward of the model between stand-ins for its other modules, which return artificial
 hidden states, and an artificial head, and observes what reaches the loss function. Then it calls it again
 with a head that computes the loss, and both must agree in the loss and in its gradient: in evaluation, in
-training and with every argument below. What the model does before the head does not matter, because a patched
-model also does it.
+training and with every argument below. What comes before the head does not matter: a patched model does it.
 """
 
 import copy

@@ -68,11 +68,9 @@ def _call(original):
 
 
 def compute_loss_first(head):
-    """Replaces the forward that transformers gave a head for tensor parallelism: in an active call it is the
-    loss.
+    """Replaces the forward that transformers gave a tensor-parallel head: in an active call it is the loss.
 
-    That forward calls the layer with local shards where gradients are disabled, so the loss must come before
-    it.
+    That forward calls the layer with local shards and without gradients, so the loss must come before it.
     """
     replaced = tensor_parallel_forward(head)
     if replaced is None:

@@ -3,8 +3,7 @@
 ``experts_implementation="liger"``.
 
 transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
-A trial tells what the module computes from them; its router, and the losses of the router, are not part of
-it.
+A trial tells what the module computes from them; router and losses of the router are not part of it.
 """
 
 import contextlib
@@ -224,11 +223,9 @@ def _own_attributes(module, count, hidden, intermediate):
 
 @torch.compiler.assume_constant_result
 def _recognised(module):
-    """The fields of the recipe of a module that is not patched; stored in the module, since every forward
-    needs them.
+    """The fields of the recipe of a module that is not patched; stored in it, for every forward.
 
-    A compiler calls this function instead of tracing the trial, and takes a tuple of plain values for
-    constant.
+    A compiler calls this function, instead of tracing the trial, and takes a tuple of values for constant.
 
     Raises:
         ValueError: the op does not compute what the module computes.

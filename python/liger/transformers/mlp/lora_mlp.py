@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A gated MLP with LoRA adapters as one autograd node. It saves x, gate and up, and of each adapter its first
-product (rows, r).
+"""A gated MLP with LoRA adapters as one node that saves x, gate, up and each adapter's product (rows, r).
 
 The backward kernel of the gated product also writes the product, from which the gradient of the adapter of
 down_proj follows. Frozen weights get no gradient.
@@ -147,7 +146,7 @@ def gated_lora(form, parts, x, inplace):
     through = _Saved.apply(
         anchor,
         x,
-        (x if operand is x else operand) if saves_x else None,
+        operand if saves_x else None,
         *gate_up,
         *plain_weights(parts),
         *low.tensors(),

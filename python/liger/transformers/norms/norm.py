@@ -2,8 +2,7 @@
 """Norms: the forward of a patched class, and the trial that finds it.
 
 Root-mean-square norms with and without a weight (zero-centred ones too), and layer norms with and without
-weight and bias. Which of them a class computes follows from a trial; its name only selects the classes that
-get one.
+weight and bias. Which of them a class computes, a trial tells; its name decides if it gets one.
 """
 
 import dataclasses
@@ -31,12 +30,10 @@ _RMS_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it; None there means
-    float32's.
+    """``kind`` is the op. ``eps`` is a value, or an attribute's name; None there means float32's.
 
-    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast:
-    ``"narrow"``, the
-        dtype of x, ``"wide"``, float32, or None if the op does not give that result.
+    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``
+        (x's), ``"wide"`` (float32), or None if the op does not give that result.
     """
 
     kind: str

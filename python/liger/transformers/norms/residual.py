@@ -3,8 +3,7 @@
 
 Layers of the form ``s = x + attention(norm(x)); return s + mlp(norm(s))``, with or without more norms around
 attention and MLP. The patched forward calls attention, MLP and the other norms as modules. It fuses the
-addition with the norm that follows it, unless that norm has hooks or was replaced, because the op does not
-call the module.
+addition with the norm behind it, unless that has hooks or was replaced: the op does not call the module.
 """
 
 import functools

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The trial of a decoder layer decides if norms/residual.py may fuse its residual addition with the next
-norm.
+"""The trial of a decoder layer: whether norms/residual.py may fuse its addition with the next norm.
 
 The trial calls the forward of the layer with stand-ins for its submodules, which record their arguments.
 """

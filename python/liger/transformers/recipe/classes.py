@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the
-original.
+"""Patched subclasses: patching sets the ``__class__`` of a module to one, unpatching restores the original.
 
 Attributes of the instance do not change: parameters, buffers, hooks and state_dict. ``copy.deepcopy`` and
-pickle preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same
-technique.
+pickle preserve the patch, other instances of the original class are not affected. FSDP2 does the same.
 
 A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns
 the members that the subclass overrides. It may have ``bases``: classes in which ``super()`` looks for a
@@ -153,8 +151,7 @@ def _name_of_unknown(*tables):
 
 
 def is_called_plainly(module, x, in_call=False):
-    """True if a call of the module with x does no more than its forward: hooks gather weights and record
-    results.
+    """True if a call of the module with x does no more than its forward; hooks may gather or record.
 
     The hooks of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); the
     hooks of accelerate do nothing where the weights are on the device of x.

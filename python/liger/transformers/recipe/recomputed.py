@@ -4,8 +4,7 @@
 Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output
 of a cheap op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder
 layer, ``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation.
-The linear layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are
-never recomputed.
+The linear layers are not involved, so nothing is special about adapters. GEMMs are never recomputed.
 
 Hooks switch off autograd's own test for in-place writes, so :func:`_unpack` repeats it for every tensor.
 """
@@ -101,11 +100,8 @@ class _Output:
 
     def __init__(self, tensor, computation, index):
         # Views of a tensor may outlive it, so the reference is to the storage.
-        self.storage, self.computation, self.index = (
-            StorageWeakRef(tensor.untyped_storage()),
-            computation,
-            index,
-        )
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.computation, self.index = computation, index
         self.dtype, self.numel, self.version = tensor.dtype, tensor.numel(), tensor._version
 
     def is_memory_of(self, tensor):
@@ -202,11 +198,9 @@ def _register(function, inputs, outputs):
 
 
 def _applies():
-    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is
-    saved.
+    """True if autograd alone records: neither transforms nor other hooks that decide what is saved.
 
-    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would
-    disable them.
+    Checkpointing and offloading (``save_on_cpu``) are such hooks; ours, the innermost, would disable them.
     """
     return (
         torch.is_grad_enabled()

@@ -40,8 +40,7 @@ def attributes_used(function):
 
 
 def rename_attribute(function, old, new):
-    """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of
-    ``old``.
+    """A copy of the function, and of those that it wraps, that reads the attribute ``new``, not ``old``.
 
     Raises:
         ValueError: the code also uses the name in another way: as a global, or it sets the attribute.
