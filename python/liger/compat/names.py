@@ -16,25 +16,24 @@ from .patching.architectures import FUNCTION_NAMES
 _PATCHING = " ".join(FUNCTION_NAMES)
 
 _DEFINED = f"""
-functional  functional  cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd
-functional  functional  geglu jsd kl_div layer_norm rms_norm rope softmax swiglu
+functional  functional  cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd
+  kl_div layer_norm rms_norm rope softmax swiglu
 utils  utils  PEFT_AVAILABLE is_peft_available infer_comm_backend infer_device infer_device_arch
-utils  utils  is_npu_available transformers_version_dispatch get_total_gpu_memory
+  is_npu_available transformers_version_dispatch get_total_gpu_memory
 ops.utils  utils  is_hip device_context ensure_contiguous calculate_settings compare_version
-ops.utils  utils  get_amp_custom_fwd_bwd amp_custom_fwd amp_custom_bwd torch_to_triton_dtype
-ops.utils  utils  get_npu_core_count set_large_grf_mode
+  get_amp_custom_fwd_bwd amp_custom_fwd amp_custom_bwd torch_to_triton_dtype get_npu_core_count
+  set_large_grf_mode
 ops.backends.registry  utils  IMPL_REGISTRY LIGER_KERNEL_IMPL_ENV
 
 ops.cross_entropy  losses.cross_entropy  LigerCrossEntropyFunction=_apply_cross_entropy
 ops.fused_linear_cross_entropy  losses.cross_entropy
-  LigerFusedLinearCrossEntropyFunction=_apply_fused_linear_cross_entropy
-ops.fused_linear_cross_entropy losses.cross_entropy fused_linear_cross_entropy_forward
-ops.fused_linear_cross_entropy losses.cross_entropy fused_linear_cross_entropy_backward
+  LigerFusedLinearCrossEntropyFunction=_apply_fused_linear_cross_entropy fused_linear_cross_entropy_forward
+  fused_linear_cross_entropy_backward
 ops.fused_linear_scaled_cross_entropy  losses.cross_entropy
   LigerFusedLinearScaledCrossEntropyFunction=_apply_scaled_cross_entropy
   LigerFusedLinearScaledCrossEntropyTPFunction=liger_fused_linear_scaled_cross_entropy_tp
 ops.configure  configure  FusedLinearCrossEntropyConfig MoEConfig configure
-ops.vocab_parallel_cross_entropy losses.cross_entropy LigerVocabParallelCEFunction=_apply_vocab_parallel
+ops.vocab_parallel_cross_entropy  losses.cross_entropy  LigerVocabParallelCEFunction=_apply_vocab_parallel
 ops.grpo_loss  losses.cross_entropy  fused_selective_log_softmax
 ops.fused_ce_tvd  losses.divergence  LigerFusedCETVDFunction=_apply_ce_tvd
 ops.fused_linear_jsd  losses.divergence  LigerFusedLinearJSDFunction=_apply_fused_linear_jsd
@@ -50,7 +49,7 @@ ops.relu_squared  layers.rows  LigerReLUSquaredFunction=liger_relu_squared
 ops.rms_norm  layers.rows  LigerRMSNormFunction=_apply_rms_norm rms_norm_forward rms_norm_backward
 ops.softmax  layers.rows  LigerSoftmaxFunction=liger_softmax
 ops.swiglu  layers.rows  LigerSiLUMulFunction=_apply_silu_mul
-ops.swiglu  layers.rows  LigerFusedGateUpSiLUMulFunction=_apply_fused_gate_up
+  LigerFusedGateUpSiLUMulFunction=_apply_fused_gate_up
 ops.tiled_mlp  layers.rows  LigerTiledMLPFunction=apply_tiled_mlp apply_tiled_mlp
 ops.fused_moe  layers.experts  LigerFusedMoEFunction=_apply_fused_moe
 ops.rope  layers.rope  LigerRopeFunction=liger_rotary_pos_emb rope_forward rope_backward
@@ -58,81 +57,71 @@ ops.qwen2vl_mrope  layers.rope  LigerQwen2VLMRopeFunction=liger_multimodal_rotar
 ops.llama4_rope  layers.rope  LigerLlama4RopeFunction=liger_llama4_text_rotary_pos_emb
 
 chunked_loss.dpo_loss  losses.preference  LigerFusedLinearDPOLoss
-chunked_loss.dpo_loss  losses.preference  LigerFusedLinearDPOFunction=liger_fused_linear_dpo
+  LigerFusedLinearDPOFunction=liger_fused_linear_dpo
 chunked_loss.orpo_loss  losses.preference  LigerFusedLinearORPOLoss
-chunked_loss.orpo_loss  losses.preference  LigerFusedLinearORPOFunction=liger_fused_linear_orpo
+  LigerFusedLinearORPOFunction=liger_fused_linear_orpo
 chunked_loss.cpo_loss  losses.preference  LigerFusedLinearCPOLoss
-chunked_loss.cpo_loss  losses.preference  LigerFusedLinearCPOFunction=liger_fused_linear_cpo
+  LigerFusedLinearCPOFunction=liger_fused_linear_cpo
 chunked_loss.simpo_loss  losses.preference  LigerFusedLinearSimPOLoss
-chunked_loss.simpo_loss  losses.preference  LigerFusedLinearSimPOFunction=liger_fused_linear_simpo
+  LigerFusedLinearSimPOFunction=liger_fused_linear_simpo
 chunked_loss.kto_loss  losses.preference  LigerFusedLinearKTOLoss
-chunked_loss.kto_loss  losses.preference  LigerFusedLinearKTOFunction=liger_fused_linear_kto
+  LigerFusedLinearKTOFunction=liger_fused_linear_kto
 chunked_loss.grpo_loss  losses.policy  LigerFusedLinearGRPOLoss
-chunked_loss.grpo_loss  losses.policy  LigerFusedLinearGRPOFunction=liger_fused_linear_grpo
+  LigerFusedLinearGRPOFunction=liger_fused_linear_grpo
 chunked_loss.jsd_loss  losses.distillation  LigerFusedLinearJSDLoss
-chunked_loss.jsd_loss  losses.distillation  LigerFusedLinearJSDFunction=liger_fused_linear_jsd
-chunked_loss.cosine_similarity_loss losses.distillation  LigerFusedLinearCosineSimilarityLoss
-chunked_loss.cosine_similarity_loss  losses.distillation
+  LigerFusedLinearJSDFunction=liger_fused_linear_jsd
+chunked_loss.cosine_similarity_loss  losses.distillation  LigerFusedLinearCosineSimilarityLoss
   LigerFusedLinearCosineSimilarityFunction=liger_fused_linear_cosine
-chunked_loss.fused_linear_distillation losses.distillation_base LigerFusedLinearDistillationBase
+chunked_loss.fused_linear_distillation  losses.distillation_base  LigerFusedLinearDistillationBase
 chunked_loss.functional  losses.preference  liger_fused_linear_dpo liger_fused_linear_orpo
-chunked_loss.functional  losses.preference  liger_fused_linear_cpo
-chunked_loss.functional  losses.preference  liger_fused_linear_simpo liger_fused_linear_kto
+  liger_fused_linear_cpo liger_fused_linear_simpo liger_fused_linear_kto
 chunked_loss.functional  losses.policy  liger_fused_linear_grpo
 chunked_loss.functional  losses.distillation  liger_fused_linear_jsd liger_fused_linear_cosine
 
 transformers.functional  losses.cross_entropy  CrossEntropyOutput liger_cross_entropy
-transformers.functional  losses.cross_entropy  liger_fused_linear_cross_entropy
-transformers.functional  losses.cross_entropy  liger_fused_linear_scaled_cross_entropy_tp
+  liger_fused_linear_cross_entropy liger_fused_linear_scaled_cross_entropy_tp
 transformers.functional  losses.divergence  liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd
-transformers.functional  losses.divergence  liger_kl_div liger_tvd
+  liger_kl_div liger_tvd
 transformers.functional  layers.rows  liger_geglu liger_group_norm liger_layer_norm liger_relu_squared
-transformers.functional  layers.rows  liger_rms_norm
-transformers.functional  layers.rows  liger_fused_add_rms_norm liger_swiglu liger_softmax
+  liger_rms_norm liger_fused_add_rms_norm liger_swiglu liger_softmax
 transformers.functional  layers.rope  liger_rope liger_qwen2vl_mrope
 transformers.cross_entropy  losses.cross_entropy  LigerCrossEntropyLoss
-transformers.fused_linear_cross_entropy losses.cross_entropy LigerFusedLinearCrossEntropyLoss
-transformers.vocab_parallel_cross_entropy losses.cross_entropy LigerVocabParallelCrossEntropy
+transformers.fused_linear_cross_entropy  losses.cross_entropy  LigerFusedLinearCrossEntropyLoss
+transformers.vocab_parallel_cross_entropy  losses.cross_entropy  LigerVocabParallelCrossEntropy
 transformers.fused_ce_tvd  losses.divergence  LigerFusedCETVDLoss
-transformers.fused_linear_jsd losses.divergence    LigerFusedLinearJSD
-transformers.fused_linear_kl_div losses.divergence    LigerFusedLinearKLDivLoss
+transformers.fused_linear_jsd  losses.divergence  LigerFusedLinearJSD
+transformers.fused_linear_kl_div  losses.divergence  LigerFusedLinearKLDivLoss
 transformers.jsd  losses.divergence  LigerJSD
 transformers.kl_div  losses.divergence  LigerKLDIVLoss
 transformers.tvd  losses.divergence  LigerTVDLoss
 transformers.rms_norm  layers.norms  LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2
-transformers.rms_norm  layers.norms  LigerRMSNormForGemma3
-transformers.rms_norm  layers.norms  LigerRMSNormForGemma4 LigerRMSNormForOlmo2 LigerRMSNormForGlm4
-transformers.rms_norm  layers.norms  LigerRMSNormForQwen3Next LigerRMSNormForMuseGlimmer
-transformers.rms_norm  layers.norms  LigerRMSNormForMuseGlimmerTextCentered
-transformers.fused_add_rms_norm layers.norms         LigerFusedAddRMSNorm
+  LigerRMSNormForGemma3 LigerRMSNormForGemma4 LigerRMSNormForOlmo2 LigerRMSNormForGlm4
+  LigerRMSNormForQwen3Next LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered
+transformers.fused_add_rms_norm  layers.norms  LigerFusedAddRMSNorm
 transformers.layer_norm  layers.norms  LigerLayerNorm
 transformers.group_norm  layers.norms  LigerGroupNorm
 transformers.softmax  layers.norms  LigerSoftmax
 transformers.relu_squared  layers.norms  LigerReLUSquared
 transformers.swiglu  layers.mlps  LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerQwen3MoeSwiGLUMLP
-transformers.swiglu  layers.mlps  LigerPhi3SwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerFalconH1SwiGLUMLP
-transformers.swiglu  layers.mlps  LigerBlockSparseTop2MLP
+  LigerPhi3SwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerFalconH1SwiGLUMLP LigerBlockSparseTop2MLP
 transformers.swiglu  layers.experts  LigerExperts
 transformers.geglu  layers.mlps  LigerGEGLUMLP LigerGEGLUMLPForGemma4
 transformers.tiled_mlp  layers.mlps  LigerTiledGEGLUMLP LigerTiledSwiGLUMLP
 transformers.rope  layers.rope  liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision
 transformers.qwen2vl_mrope  layers.rope  liger_multimodal_rotary_pos_emb
 transformers.llama4_rope  layers.rope  liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb
-transformers.model.loss_utils losses.causal        LigerForCausalLMLoss fixed_fused_linear_cross_entropy
-transformers.model.loss_utils losses.causal        unpack_cross_entropy_result
-transformers.model.loss_utils losses.cross_entropy CrossEntropyOutput
+transformers.model.loss_utils  losses.causal  LigerForCausalLMLoss fixed_fused_linear_cross_entropy
+  unpack_cross_entropy_result
+transformers.model.loss_utils  losses.cross_entropy  CrossEntropyOutput
 transformers.model.output_classes  losses.causal  LigerCausalLMOutputWithPast LigerMoeCausalLMOutputWithPast
 transformers.monkey_patch  patching.functions  MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel
-transformers.monkey_patch  patching.functions  _apply_liger_kernel_to_instance
-transformers.monkey_patch  patching.functions  _bind_method_to_module _patch_rms_norm_module
-transformers.monkey_patch  patching.functions  _patch_layer_norm_module
-transformers.monkey_patch  patching.functions  _patch_swiglu_module _patch_geglu_module
-transformers.monkey_patch  patching.functions  {_PATCHING}
-transformers.trainer_integration patching.functions   _apply_liger_kernel
+  _apply_liger_kernel_to_instance _bind_method_to_module _patch_rms_norm_module _patch_layer_norm_module
+  _patch_swiglu_module _patch_geglu_module {_PATCHING}
+transformers.trainer_integration  patching.functions  _apply_liger_kernel
 transformers.auto_model  patching.auto  AutoLigerKernelForCausalLM
 transformers.fsdp  fsdp  _FSDPForwardRedirection
-transformers.trainer.orpo_trainer fsdp                 _FSDPForwardRedirection
-transformers.trainer.orpo_trainer patching.orpo_trainer LigerORPOTrainer
+transformers.trainer.orpo_trainer  fsdp  _FSDPForwardRedirection
+transformers.trainer.orpo_trainer  patching.orpo_trainer  LigerORPOTrainer
 transformers  utils  is_transformers_available
 """
 
