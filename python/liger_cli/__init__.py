@@ -5,8 +5,6 @@
 are the modules of ``liger.cli``, imported when one runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib
@@ -56,18 +54,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         importlib.import_module("liger")
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # An environment variable with an invalid value, or two copies.
+    # An environment variable with an invalid value, or two copies.
+    except (ValueError, RuntimeError) as error:
         print(f"liger: {error}", file=sys.stderr)
         return 2
     try:
         code = importlib.import_module(f"liger.cli.{arguments.command}").run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the pipe, such as head, has what it wants. The interpreter flushes stdout once more at
-        # exit.
+        # The reader, such as head, has what it wants; the interpreter flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Types of command-line arguments."""
 
-from __future__ import annotations
-
 import argparse
-import math
 import re
 from collections.abc import Callable
 
-_NAMES: dict[type, str] = {int: "an integer", float: "a number"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # The first one is the oldest that the kernels run on.
 CAPABILITIES = tuple(divmod(code, 10) for code in (80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
 
 
-def positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """argparse type: a finite number above 0, an int or a float."""
-
-    def parse(text):
-        try:
-            value = number(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected {_NAMES[number]} above 0, got '{text}'")
-        return value
-
-    return parse
+def positive(text: str) -> int:
+    """argparse type: an integer above 0."""
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"expected an integer above 0, got '{text}'")
+    return int(text)
 
 
 def size(largest: int, what: str = "an integer") -> Callable[[str], int]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with
-``run(arguments)``."""
-
-from __future__ import annotations
+"""The arguments and the help of each command; ``liger.cli`` has the modules that run them."""
 
 import argparse
 from collections.abc import Callable
@@ -131,7 +128,7 @@ def _demo(parser):
     size.add_argument(
         "--quick", action="store_true", help="the tiny size: one to two minutes on two CPU cores"
     )
-    parser.add_argument("--steps", type=positive(int), help="training steps (default: by the size)")
+    parser.add_argument("--steps", type=positive, help="training steps (default: by the size)")
     parser.add_argument(
         "--output",
         type=Path,

@@ -8,13 +8,15 @@ import pytest
 import torch
 from compat_comparisons import CASES, differentiable, gradients
 
-from liger.compat.names import MODULES
+from liger.compat.names import MODULES, loaded
 from liger.compat.patching.architectures import FUNCTION_NAMES
 
 pytest.importorskip("transformers")
 
 # Tested in other files of this folder, by their effect on a model, on a process group or on a script.
 ELSEWHERE = {"patching.functions", "patching.auto", "configure", "fsdp", "patching.orpo_trainer", "utils"}
+# (module of liger.compat, name) -> what the table has for the name.
+SOURCES = {(s.partition(":")[0], name): s for names in MODULES.values() for name, s in names.items()}
 OUTPUT_CLASSES = {"LigerCausalLMOutputWithPast", "LigerMoeCausalLMOutputWithPast"}
 
 
@@ -31,8 +33,7 @@ def test_every_name_resolves(module):
 
 
 def test_every_callable_has_a_comparison():
-    named = {(source, name) for names in MODULES.values() for name, source in names.items()}
-    numeric = {pair for pair in named if pair[0] not in ELSEWHERE and pair[1] not in OUTPUT_CLASSES}
+    numeric = {pair for pair in SOURCES if pair[0] not in ELSEWHERE and pair[1] not in OUTPUT_CLASSES}
     assert numeric == set(CASES)
 
 
@@ -40,7 +41,7 @@ def test_every_callable_has_a_comparison():
 def test_numbers_and_gradients_are_those_of_torch(source, name):
     case = CASES[source, name]
     before = [t.detach().clone() for t in case.tensors]
-    actual = case.ours(getattr(importlib.import_module(f"liger.compat.{source}"), name), *case.tensors)
+    actual = case.ours(loaded(SOURCES[source, name], name), *case.tensors)
     expected = case.formula(*case.tensors)
     ours, theirs = differentiable(actual), differentiable(expected)
     assert len(ours) == len(theirs) > 0

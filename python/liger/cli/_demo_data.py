@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training data without a download: the sources of Python's standard library, and a tokenizer trained on
-them."""
+"""Training data without a download: the sources of Python's library, and a tokenizer trained on them."""
 
 import sysconfig
 from pathlib import Path
@@ -39,8 +38,7 @@ def text_tokens(text_bytes, vocabulary):
 
 
 def batches_of(tokens, steps, batch, sequence):
-    """Token ids (steps, batch, sequence) from windows of ``tokens`` in a fixed random order, again and
-    again."""
+    """Token ids (steps, batch, sequence): windows of ``tokens`` in a fixed random order, again and again."""
     windows = tokens[: tokens.numel() // sequence * sequence].view(-1, sequence)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     index = torch.arange(steps * batch) % len(windows)

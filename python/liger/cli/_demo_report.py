@@ -34,8 +34,7 @@ def allowed_difference(plain, nudged):
 
 
 def compare(runs, size):
-    """Agreement of the losses, by :func:`allowed_difference` in every step, and the ratios of speed and
-    memory."""
+    """Agreement of the losses in every step (:func:`allowed_difference`), ratios of speed and memory."""
     plain, liger, nudged = (runs[kind]["losses"] for kind in ("unpatched", "liger", "nudged"))
     differences = [abs(a - b) for a, b in zip(plain, liger, strict=True)]
     rounding = max(abs(a - b) for a, b in zip(plain, nudged, strict=True))

@@ -81,14 +81,6 @@ def nudge(model):
         weight.mul_(1 + sign.float() * torch.finfo(weight.dtype).eps)
 
 
-def train_step(model, optimizer, tokens):
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()  # synchronises with the device
-
-
 def main(run_file):
     run = json.loads(Path(run_file).read_text())
     size, device = Size(**run["size"]), run["device"]
@@ -100,16 +92,19 @@ def main(run_file):
         nudge(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
 
-    # A first step outside the measurement: libraries and buffers that are loaded once are not memory of a
-    # step.
+    # A first step outside the measurement: what is loaded once is no memory of a step.
     model(input_ids=batches[0], labels=batches[0]).loss.backward()
     optimizer.zero_grad(set_to_none=True)
     memory = AllocatedMemory() if device == "cuda" else ResidentMemory()
     memory.start()
     for step, tokens in enumerate(batches):
         start = time.perf_counter()
-        loss = train_step(model, optimizer, tokens)
-        print(json.dumps({"step": step, "loss": loss, "seconds": time.perf_counter() - start}), flush=True)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss.item()  # synchronises with the device
+        print(json.dumps({"step": step, "loss": value, "seconds": time.perf_counter() - start}), flush=True)
     parameters = sum(p.numel() for p in model.parameters())
     end = {"peak_memory": memory.peak(), "memory_exact": memory.exact, "parameters": parameters}
     print(json.dumps(end))

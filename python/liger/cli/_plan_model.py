@@ -21,18 +21,13 @@ def run(name, dtype, tokens, as_json, head_peak):
     of the lm_head and its loss."""
     try:
         _refuse_unknown(name)
-        from ..transformers.checkpointing.saved_bytes import (
-            recomputed_layers,
-            saved_in_layers,
-            saved_with_adapters,
-            uncounted_layers,
-        )
+        from ..transformers.checkpointing import saved_bytes
 
         model = _model(name)
         with quiet_patching():
-            rows = saved_in_layers(liger.patch(model, verbose=False), dtype)
-        layer_bytes = recomputed_layers(model, dtype)
-        others = uncounted_layers(model)
+            rows = saved_bytes.saved_in_layers(liger.patch(model, verbose=False), dtype)
+        layer_bytes = saved_bytes.recomputed_layers(model, dtype)
+        others = saved_bytes.uncounted_layers(model)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
             raise
@@ -42,7 +37,7 @@ def run(name, dtype, tokens, as_json, head_peak):
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
-    adapters = saved_with_adapters(rows)
+    adapters = saved_bytes.saved_with_adapters(rows)
     step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
     if step:
         step["checkpointed"] = _checkpointed(step, layer_bytes, tokens)
@@ -90,8 +85,7 @@ def _step(model, dtype, tokens, head_peak):
 
 
 def _step_table(step, tokens, saved, adapters):
-    """``saved``: bytes per token with liger.patch, and with recompute=True; ``adapters``: the first with
-    LoRA."""
+    """``saved``: bytes per token, plain and with recompute=True; ``adapters``: plain, with LoRA."""
     activations = [count * tokens for count in saved]
     frozen = step["weights"] + step["head_peak"]
     trained = frozen + step["gradients_and_moments"]
@@ -110,8 +104,7 @@ def _step_table(step, tokens, saved, adapters):
 
 
 def _checkpointed(step, layers, tokens):
-    """By what liger.transformers.checkpoint lets layers keep: bytes of a step on the device, and on the
-    host."""
+    """By what liger.transformers.checkpoint keeps: bytes of a step on the device, and on the host."""
     weights, head = step["weights"], step["head_peak"]
     # The gradient of the head's weight exists from its loss on, the gradients of the layers come one by one.
     of_head = 3 * weights - step["gradients_and_moments"]
@@ -199,8 +192,7 @@ def _model(name):
         raise ValueError(f"{config.model_type} is no causal language model of transformers")
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    # Exceptions that the layers of a model raise for a setting that they do not know, such as hidden_act, or
-    # for sizes below 1.
+    # Layers raise these for unknown settings, such as hidden_act, or for sizes below 1.
     except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"no model can be built from the configuration: {error}") from error
 
@@ -211,8 +203,7 @@ def _config(name):
 
     path = Path(name)
     if not path.is_file():
-        # With a connection that fails, transformers would try for half a minute before it looks into the
-        # cache.
+        # Without a connection, transformers would try for half a minute before it reads the cache.
         return AutoConfig.from_pretrained(name, local_files_only=path.is_dir() or _is_cached(name))
     settings = json.loads(path.read_text())
     if not isinstance(settings, dict) or "model_type" not in settings:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``liger demo``: trains the same Llama unpatched and patched, and compares losses, memory and tokens per
-second."""
+"""``liger demo``: trains a Llama unpatched and patched; compares losses, memory, tokens per second."""
 
 import importlib.util
 import json
@@ -85,19 +84,10 @@ def train(kind, size, device, batches):
     from tqdm import tqdm
 
     description = batches.with_name(f"{kind}.json")
-    description.write_text(
-        json.dumps(
-            {
-                "kind": kind,
-                "size": size.as_dict(),
-                "device": device,
-                "batches": str(batches),
-            }
-        )
-    )
+    given = {"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)}
+    description.write_text(json.dumps(given))
     environment = dict(os.environ)
-    # glibc returns blocks above this size to the system when they are freed, so resident size means memory in
-    # use.
+    # glibc returns larger blocks to the system when they are freed: resident size is memory in use.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     if size.memory_budget:
         environment.setdefault("LIGER_MEMORY_BUDGET", size.memory_budget)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``liger info``: versions, devices, the build, the backend of each public function and environment
-variables."""
+"""``liger info``: versions, devices, the build, the backend of each function, environment variables."""
 
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -37,35 +37,19 @@ _READERS = {
 }
 
 
-# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch; None: the function
-# that it is given.
-FUNCTIONS = {
-    "rms_norm": "rms_norm",
-    "fused_add_rms_norm": "fused_add_rms_norm",
-    "rms_norm_gated": "rms_norm_gated",
-    "layer_norm": "layer_norm",
-    "group_norm": "group_norm",
-    "softmax": "softmax",
-    "swiglu": "swiglu",
-    "swiglu_packed": "swiglu",
-    "geglu": "geglu",
-    "geglu_packed": "geglu",
-    "relu_squared": "relu_squared",
-    "rope": "rope",
-    "qk_norm_rope": "qk_norm_rope",
-    "mrope": "rope",
-    "complex_rope": "rope",
-    "cross_entropy": "cross_entropy",
-    "fused_linear_ce": "fused_linear_ce",
+# Public function -> the op of LIGER_BACKEND that serves it, apart from GEMMs of torch, where their names
+# differ; None: the function that it is given.
+_SERVED_BY = {
+    **{"swiglu_packed": "swiglu", "geglu_packed": "geglu", "mrope": "rope", "complex_rope": "rope"},
     "fused_linear_logprobs": "cross_entropy_stats",
-    "kl_div": "divergence",
-    "jsd": "divergence",
-    "tvd": "divergence",
-    "fused_linear_kl_div": "divergence",
-    "fused_linear_jsd": "divergence",
-    "grouped_experts": "swiglu",
-    "tiled_mlp": "swiglu",
-    "tiled": None,
+    **dict.fromkeys(("kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"), "divergence"),
+    **{"grouped_experts": "swiglu", "tiled_mlp": "swiglu", "tiled": None},
+}
+# Each public function of liger.ops -> that op.
+FUNCTIONS = {
+    name: _SERVED_BY.get(name, name)
+    for name in liger.__all__
+    if inspect.isfunction(found := vars(liger).get(name)) and found.__module__.startswith("liger.ops.")
 }
 
 

@@ -7,8 +7,6 @@ that does not import this module. An installed liger-kernel is not replaced: the
 environment variable ``LIGER_COMPAT_OVERRIDE`` is 1.
 """
 
-from __future__ import annotations
-
 from .finder import VERSION, install, provide, uninstall
 
 __all__ = ["VERSION", "install", "provide", "uninstall"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``liger_kernel.ops.configure``: the ops of liger need no workspace that is allocated in advance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

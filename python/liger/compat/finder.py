@@ -4,8 +4,6 @@
 The modules have no source. Each resolves its names at first use, by the table in compat/names.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -19,7 +17,7 @@ from typing import Any
 
 from .._core.runtime.environment import environment_flag
 from .._core.runtime.extras import missing
-from .names import MODULES, is_starred, needed_packages
+from .names import MODULES, is_starred, loaded, needed_packages
 
 ROOT = "liger_kernel"
 # The release of liger-kernel that the names, argument orders and return values agree with.
@@ -106,13 +104,12 @@ def provide(module: ModuleType) -> None:
             raise AttributeError(
                 f"{_missing(name, attribute)}, only {', '.join(sorted(sources))} (docs/guides/compat.md)"
             )
-        source, _, original = sources[attribute].partition(":")
+        source = sources[attribute]
         for package in needed_packages(source, attribute):
             if not _is_importable(package):
                 raise ImportError(missing(f"liger.compat: {name}.{attribute}", package))
-        value = getattr(importlib.import_module(f"liger.compat.{source}"), original or attribute)
-        namespace[attribute] = value
-        return value
+        namespace[attribute] = loaded(source, attribute)
+        return namespace[attribute]
 
     namespace["__getattr__"] = getattribute
     available = [
@@ -138,8 +135,7 @@ def _other_package() -> str | None:
     """The location of an importable liger_kernel that is not of liger, or None."""
     loaded = sys.modules.get(ROOT)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(ROOT)
-    # A folder without __init__.py, such as a checkout in the current folder, is not a package that anyone
-    # installed.
+    # A folder without __init__.py, such as a checkout, is no package that anyone installed.
     if spec is None or spec.origin is None or isinstance(spec.loader, _Loader):
         return None
     folder = Path(spec.origin).parent

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of a function inside the forward of an FSDP module, where its parameters are gathered."""
 
-from __future__ import annotations
-
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+from .._core.modules.overriding import overriding
 
 
 class _FSDPForwardRedirection:
@@ -15,8 +16,7 @@ class _FSDPForwardRedirection:
     def __call__(
         self, wrapper_module: FullyShardedDataParallel, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls the wrapper with the arguments of ``method``; for this call its module's forward is
-        ``method``.
+        """Calls the wrapper; for this call the forward of its module is ``method``.
 
         Raises:
             TypeError: ``wrapper_module`` is not a FullyShardedDataParallel.
@@ -26,22 +26,12 @@ class _FSDPForwardRedirection:
                 f"_FSDPForwardRedirection was given a {type(wrapper_module).__name__}, expected a "
                 "FullyShardedDataParallel"
             )
-        inner: Any = wrapper_module._fsdp_wrapped_module
-        before = inner.__dict__.get("forward")
+        with contextlib.ExitStack() as stack:
 
-        def restore():
-            if before is None:
-                inner.__dict__.pop("forward", None)
-            else:
-                inner.forward = before
+            def redirected(*args: Any, **kwargs: Any) -> Any:
+                # The method may call the forward of the module itself.
+                stack.close()
+                return method(*args, **kwargs)
 
-        def redirected(*args: Any, **kwargs: Any) -> Any:
-            # The method may call the forward of the module itself.
-            restore()
-            return method(*args, **kwargs)
-
-        inner.forward = redirected
-        try:
+            stack.enter_context(overriding(wrapper_module._fsdp_wrapped_module, forward=redirected))
             return wrapper_module(*args, **kwargs)
-        finally:
-            restore()

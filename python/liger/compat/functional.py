@@ -5,8 +5,6 @@ liger chooses backends by ``LIGER_BACKEND`` and :func:`liger.use_backend`, so ``
 ``backend`` must be None.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Functions and modules that take their arguments in the order of liger_kernel, which is a line of text."""
 
-from __future__ import annotations
-
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,7 @@ from torch import nn
 def takes(parameters: str) -> Callable[[Callable[..., Any]], Any]:
     """A decorator: the function takes ``parameters``, written as in a signature, and gets all by keyword.
 
-    The result is compiled, as the methods of a named tuple are: Python binds the arguments, and torch.compile
-    traces it.
+    The result is compiled, as methods of a named tuple are: Python binds arguments, torch.compile traces it.
     """
     kinds = inspect.signature(eval(f"lambda {parameters}: None")).parameters
     passed = ", ".join(f"**{n}" if p.kind is p.VAR_KEYWORD else f"{n}={n}" for n, p in kinds.items())
@@ -28,6 +26,19 @@ def takes(parameters: str) -> Callable[[Callable[..., Any]], Any]:
         return function
 
     return decorate
+
+
+@functools.lru_cache(maxsize=256)
+def _instance(loss_class, options):
+    return loss_class(**dict(options))
+
+
+def loss_of(loss_class: Any, *, compiled: Any = None, chunk_size: Any = None, **options: Any) -> Any:
+    """One instance of a loss of liger.losses per set of options.
+
+    ``compiled`` and ``chunk_size`` have no effect: the memory budget sizes the chunks.
+    """
+    return _instance(loss_class, tuple(options.items()))
 
 
 class OptionsModule(nn.Module):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Small helpers that other projects import from liger_kernel: devices, versions, Triton settings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -80,8 +78,7 @@ _ARCHITECTURES = {
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The name of an NVIDIA GPU's architecture, ``"sm_<major><minor>"`` for unknown ones; else
-    :func:`infer_device`."""
+    """An NVIDIA architecture, ``"sm_<major><minor>"`` for unknown ones; else :func:`infer_device`."""
     if infer_device() != "cuda" or torch.version.hip is not None:
         return infer_device()
     major, minor = torch.cuda.get_device_capability(device_id)
@@ -138,8 +135,7 @@ def device_context(device: Any) -> Iterator[None]:
 
 
 def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of an autograd function's forward or backward: tensors among its arguments become
-    contiguous."""
+    """Decorator of the forward or backward of an autograd function: tensors become contiguous."""
 
     def contiguous(value):
         return value.contiguous() if isinstance(value, torch.Tensor) else value

@@ -17,6 +17,7 @@ from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.models.common import FeedForward, RMSNorm
 from typing_extensions import Unpack
 
+from .._core.modules.overriding import overriding
 from .._core.op.types import FusedCrossEntropyOptions
 from ..ops.fused_linear_ce.op import fused_linear_ce
 from ..ops.rms_norm import rms_norm as _rms_norm
@@ -90,15 +91,8 @@ class LigerLoss(ChunkedLossWrapper):
 
         # In a call of the head, so that the hooks of FSDP gather its weight and reduce its gradient. Labels
         # and denominator are no arguments of that call: FSDP would round the denominator to 16 bits.
-        before = head.__dict__.get("forward")
-        head.forward = forward
-        try:
+        with overriding(head, forward=forward):
             return head(pred), {}
-        finally:
-            if before is None:
-                del head.forward
-            else:
-                head.forward = before
 
 
 @override(target=RMSNorm.Config, exact=True, description="liger.rms_norm")

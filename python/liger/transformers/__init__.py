@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patching of Hugging Face models: one call replaces modules by liger, another restores them
-(docs/guides/patching.md)."""
-
-from __future__ import annotations
+"""Patching of Hugging Face models by one call, and restoring (docs/guides/patching.md)."""
 
 from .._core.runtime.extras import missing
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See
-docs/guides/trl.md."""
+"""``liger.trl.patch(trainer)`` computes the loss of a TRL trainer (docs/guides/trl.md)."""
 
 import logging
 

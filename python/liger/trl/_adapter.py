@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Helpers of the trainer adapters: fused heads, replaced methods, model proxies, divisors."""
 
-import contextlib
 import functools
 
 import torch
@@ -23,8 +22,7 @@ def base_model(trainer, model):
 
 
 def add_heads(trainer, scores=(), temperature=1.0, cast_to_float32=False):
-    """Installs a :class:`FusedHead` on the policy and on the reference model, if any; returns the
-    policy's."""
+    """Installs a :class:`FusedHead` on policy and reference model, if any; returns the policy's."""
     options = {"temperature": temperature, "cast_to_float32": cast_to_float32}
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
@@ -37,22 +35,6 @@ def replace(trainer, name, function):
     """Replaces the method ``name`` of one trainer by ``function(original, ...)``."""
     original = getattr(trainer, name)
     setattr(trainer, name, functools.wraps(original)(functools.partial(function, original)))
-
-
-@contextlib.contextmanager
-def overriding(trainer, **attributes):
-    """Context manager that sets attributes of the trainer and restores them on exit."""
-    missing = object()
-    before = {name: trainer.__dict__.get(name, missing) for name in attributes}
-    trainer.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                del trainer.__dict__[name]
-            else:
-                trainer.__dict__[name] = value
 
 
 class LossWithTokenMetrics:

@@ -46,8 +46,7 @@ def _first(mask):
 
 
 def crop_to_answers(function, answer_width, *others):
-    """Wraps ``function(hidden, weight, bias, target, *others)`` so that it gets ``answer_width`` columns per
-    sequence.
+    """A ``function(hidden, weight, bias, target, *others)`` that gets ``answer_width`` columns per sequence.
 
     The columns of a sequence start at its first valid token. Targets before the last ``answer_width.length``
     columns are ignored: the last virtual token of prompt learning predicts the first token, which the trainer

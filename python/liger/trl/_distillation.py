@@ -67,8 +67,7 @@ def adapt_distillation(trainer):
 
 
 def _divergence(trainer, temperature=1.0, scores=()):
-    """A function that calls both models and returns the student's output with the loss and the given
-    scores."""
+    """A function that calls both models: the student's output with loss and given scores."""
     student = add_heads(trainer, scores, temperature)
     teacher = FusedHead(
         base_model(trainer, trainer.teacher_model), temperature, autocast=trainer.accelerator.autocast
@@ -99,8 +98,7 @@ def _divergence(trainer, temperature=1.0, scores=()):
                 # Backward hooks of the teacher must not run.
                 return loss.detach(), TokenMetrics()
 
-            # The call of the teacher is nested in the call of the student's head: both gathered weights are
-            # available.
+            # Within the call of the student's head, both gathered weights are available.
             with torch.no_grad():
                 trainer.teacher_model(liger_loss=with_teacher, **call_of_both)
                 tokens = TokenMetrics()

@@ -2,8 +2,7 @@
 """The fused lm_head of TRL's calls ``model(..., labels=labels, fused_lm_head=True)``, which return no logits.
 
 The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have
-gathered it, and the head is called inside the forward of the model, as the hooks of DDP, FSDP and ZeRO-3
-require.
+gathered it, and the head is called in the forward of the model, as hooks of DDP, FSDP and ZeRO-3 require.
 """
 
 import contextlib
@@ -15,65 +14,42 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .._core.dtensor.inputs import is_dtensor
+from .._core.modules.overriding import overriding
 from ..transformers.head.kind import linear_layers
-from ._scores import Scores, score, top1, with_logit_statistics
+from ._scores import Scores, score, top1, with_mean_logits
 from ._transform import Transform, model_without_head
 
 
-class _HeadCall:
-    """One call of a head; its linear layers return ``function(hidden, weight, bias)`` instead of logits."""
-
-    def __init__(self, function):
-        self.function, self.result = function, None
-
-    def compute(self, linear, hidden):
-        if is_dtensor(linear.weight):
-            return ()
-        self.result = self.function(hidden, linear.weight, linear.bias)
-        # Backward hooks on the head gather its weight, so its outputs must include every differentiable
-        # tensor.
-        return tuple(t for t in self.result if t is not None and t.requires_grad)
-
-    @contextlib.contextmanager
-    def replace_forward(self, linear):
-        """Context manager: the forward of the linear layer is :meth:`compute`; its hooks still run.
-
-        The hooks of accelerate call the attribute ``_old_forward``.
-        """
-        name = "_old_forward" if "_old_forward" in linear.__dict__ else "forward"
-        before = linear.__dict__.get(name)
-        linear.__dict__[name] = functools.partial(self.compute, linear)
-        try:
-            yield
-        finally:
-            if before is None:
-                del linear.__dict__[name]
-            else:
-                linear.__dict__[name] = before
-
-
 def call_head(head, hidden, function):
-    """Returns ``function(hidden, weight, bias)``, a NamedTuple of tensors and None, computed inside a call of
-    the head.
+    """``function(hidden, weight, bias)``, a NamedTuple of tensors and None, within a call of the head.
 
     Raises:
         RuntimeError: the head is not a linear layer with an unsharded weight.
     """
-    call = _HeadCall(function)
-    linears = linear_layers(head)
+    result, linears = None, linear_layers(head)
+
+    def compute(linear, hidden):
+        nonlocal result
+        if is_dtensor(linear.weight):
+            return ()
+        result = function(hidden, linear.weight, linear.bias)
+        # Hooks of the head gather its weight for the backward: return every differentiable tensor.
+        return tuple(t for t in result if t is not None and t.requires_grad)
+
     if linears:
         with contextlib.ExitStack() as stack:
             for linear in linears:
-                stack.enter_context(call.replace_forward(linear))
+                # The hooks of the layer still run; accelerate's call the attribute _old_forward.
+                name = "_old_forward" if "_old_forward" in linear.__dict__ else "forward"
+                stack.enter_context(overriding(linear, **{name: functools.partial(compute, linear)}))
             differentiable = head(hidden)
-    if call.result is None:
+    if result is None:
         raise RuntimeError(
             f"liger.trl: the head is a {type(head).__module__}.{type(head).__qualname__}, expected a torch.nn.Linear "
             "with a whole weight (no adapter in target_modules, no quantisation, no tensor parallelism)"
         )
     outputs = iter(differentiable)
-    result = (t if t is None or not t.requires_grad else next(outputs) for t in call.result)
-    return type(call.result)(*result)
+    return type(result)(*(t if t is None or not t.requires_grad else next(outputs) for t in result))
 
 
 class FusedHead:
@@ -145,7 +121,7 @@ class FusedHead:
             scores = Scores(value, metrics.logprobs, metrics.entropy)
             if "is_top1" in self.scores:
                 scores = scores._replace(is_top1=top1(metrics.argmax, tokens))
-            return with_logit_statistics(scores, *inputs, self.transform, self.scores)
+            return with_mean_logits(scores, hidden, weight, bias, self.transform, self.scores)
 
         return call_head(head, hidden, function)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ORPOTrainer and CPOTrainer, which compute all logits: their forward is replaced by one with a fused
-head."""
+"""ORPOTrainer and CPOTrainer: a forward with a fused head replaces their full logits."""
 
 from torch.nn.functional import pad
 from trl.experimental.cpo import CPOTrainer

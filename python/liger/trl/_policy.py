@@ -11,14 +11,10 @@ from ._adapter import KeywordProxy, LossProxy, LossWithTokenMetrics, add_heads, 
 # Loss types that are divided by the global number of tokens.
 _GLOBAL_TOKEN_MEAN = ("cispo", "dapo", "vespo")
 # Options of the loss with the names that TRL gives them.
-_OF_TRAINER = [
-    "loss_type",
-    "beta",
-    "epsilon_low",
-    "epsilon_high",
-    "max_completion_length",
-    "importance_sampling_level",
-]
+_OF_TRAINER = (
+    *("loss_type", "beta", "epsilon_low", "epsilon_high"),
+    *("max_completion_length", "importance_sampling_level"),
+)
 _OF_ARGUMENTS = (
     *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),

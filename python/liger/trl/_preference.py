@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DPOTrainer and KTOTrainer: the reference model runs first, so the policy's head can compute loss and
-gradient."""
+"""DPOTrainer and KTOTrainer: the reference runs first, so the policy's head can compute the loss."""
 
 import torch
 from trl import DPOTrainer, KTOTrainer
 
+from .._core.modules.overriding import overriding
 from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss, FusedLinearLoss
 from ..losses._batch import as_scalar
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
-from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, overriding, replace
+from ._adapter import LossProxy, LossWithTokenMetrics, add_heads, replace
 from ._answers import AnswerWidth, crop_to_answers
 
 _METRICS = ("entropy", "mean_logits", "is_top1")
 
 
 def _reference(trainer):
-    # Without a reference model the reference is the policy with its adapters disabled; the trainer disables
-    # them.
+    # Without a reference model it is the policy with its adapters disabled, by the trainer.
     return trainer.model if trainer.ref_model is None else trainer.ref_model
 
 
@@ -38,8 +37,7 @@ def adapt_dpo(trainer):
             ref_logps = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
         inputs = {**inputs, **ref_logps}
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
-        # The length counts tokens, not targets: an answer that begins the sequence has no target for its
-        # first token.
+        # Tokens, not targets: the first token of a sequence is no target.
         lengths = inputs["completion_mask"].sum(1)
 
         def function(hidden, weight, bias, target):
@@ -90,8 +88,7 @@ class _WeightedLosses(FusedLinearLoss):
         return total
 
     def forward(self, input, weight, target, bias, *, ref_logps, lengths):
-        """(loss, TokenMetrics) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens
-        of the answers."""
+        """(loss, TokenMetrics) of pairs; ``ref_logps``, ``lengths`` (S,): reference sums, answer tokens."""
         batch = self.batch(input, target)
         half = batch.shape[0] // 2
         pairs = as_scalar("pairs", max(half, 1), batch)

@@ -43,7 +43,7 @@ def score(hidden, weight, bias, target, transform, names):
         scores = Scores(
             None, result.logprobs, result.entropy, is_top1, log_sum_sq_probs=result.log_sum_sq_probs
         )
-    return with_logit_statistics(scores, hidden, weight, bias, target, transform, names)
+    return with_mean_logits(scores, hidden, weight, bias, transform, names)
 
 
 def top1(argmax, target):
@@ -52,41 +52,35 @@ def top1(argmax, target):
 
 
 @torch.no_grad()
-def with_logit_statistics(scores, hidden, weight, bias, target, transform, names):
-    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them and the scores do
-    not.
+def with_mean_logits(scores, hidden, weight, bias, transform, names):
+    """Adds ``mean_logits`` to the scores, if ``names`` has it.
 
     The mean of the logits is the product with the mean of the rows of the weight. With a softcap it is not.
-    Then, and for the sum of squares, the logits are computed again, a chunk at a time. Trainers log the mean
-    of ignored tokens, too, which :func:`liger.fused_linear_logprobs` does not return.
+    Then the logits are computed again, a chunk at a time. Trainers log the mean of ignored tokens, too, which
+    :func:`liger.fused_linear_logprobs` does not return.
     """
+    if "mean_logits" not in names:
+        return scores
     wide, rows = accumulate_dtype(hidden.dtype), hidden.flatten(0, -2)
-    functions = {}
-    if "log_sum_sq_probs" in names and scores.log_sum_sq_probs is None:
-        functions["log_sum_sq_probs"] = lambda x: _log_sum_sq_probs(_logits(x, weight, bias, transform))
-    if "mean_logits" in names and transform.softcap is not None:
-        functions["mean_logits"] = lambda x: _logits(x, weight, bias, transform).mean(-1)
-    elif "mean_logits" in names:
+    if transform.softcap is None:
         row = weight.mean(0, dtype=wide) / transform.temperature
         constant = 0.0 if bias is None else bias.mean(dtype=wide) / transform.temperature
-        # Elementwise: autocast would round the operands of a matrix product.
-        functions["mean_logits"] = lambda x: (x.to(wide) * row).sum(-1) + constant
-    budget = default_memory_budget()
-    for name, function in functions.items():
-        width = hidden.shape[-1] if name == "mean_logits" and transform.softcap is None else weight.shape[0]
-        chunks = row_chunks(rows.shape[0], max(budget // (wide.itemsize * width), 1))
-        values = torch.cat([function(rows[chunk]) for chunk in chunks] or [rows.new_zeros(0, dtype=wide)])
-        scores = scores._replace(**{name: values.view(target.shape)})
-    if scores.log_sum_sq_probs is None:
-        return scores
-    return scores._replace(log_sum_sq_probs=torch.where(target != -100, scores.log_sum_sq_probs, 0.0))
+
+        def mean(x):
+            # Elementwise: autocast would round the operands of a matrix product.
+            return (x.to(wide) * row).sum(-1) + constant
+    else:
+
+        def mean(x):
+            return _logits(x, weight, bias, transform).mean(-1)
+
+    width = weight.shape[1 if transform.softcap is None else 0]
+    chunks = row_chunks(rows.shape[0], max(default_memory_budget() // (wide.itemsize * width), 1))
+    means = torch.cat([mean(rows[chunk]) for chunk in chunks] or [rows.new_zeros(0, dtype=wide)])
+    return scores._replace(mean_logits=means.view(hidden.shape[:-1]))
 
 
 def _logits(x, weight, bias, transform):
     if transform.logits_dtype is not None:
         x, weight, bias = (t if t is None else t.to(transform.logits_dtype) for t in (x, weight, bias))
     return transform(torch.nn.functional.linear(x, weight, bias).to(accumulate_dtype(x.dtype)))
-
-
-def _log_sum_sq_probs(logits):
-    return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)

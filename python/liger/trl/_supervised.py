@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""SFTTrainer: cross entropy without materialised logits, plus the entropies and the accuracy that the trainer
-logs."""
+"""SFTTrainer: cross entropy without materialised logits, and the logged entropies and accuracy."""
 
 from trl import SFTTrainer
 

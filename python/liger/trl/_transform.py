@@ -145,8 +145,7 @@ def _replaced(model, stubs):
 
 
 def _matches_forward(transform, model):
-    """True if a model makes its logits by this transformation from what its base model returns for the same
-    ids.
+    """True if a model makes its logits by this transformation of its base model's result for the same ids.
 
     The forward runs with a base model that returns known hidden states and a head that is a cheap linear
     function: no weight is read, so the model may be sharded.

@@ -19,7 +19,7 @@ from test_offload import assert_bits, free_bytes, small_tensors_move  # noqa: F4
 import liger.transformers as lt
 from liger.transformers.checkpointing import offload
 from liger.transformers.checkpointing.checkpoint import planners
-from liger.transformers.checkpointing.copy_streams import NoStreams
+from liger.transformers.checkpointing.copy_streams import Streams
 from liger.transformers.checkpointing.memory_plan import State
 
 pytestmark = pytest.mark.usefixtures(attention_first.__name__)
@@ -216,7 +216,7 @@ def test_adapters_and_graphs_that_are_kept():
 # --- the order of copies ------------------------------------------------------------------------------------
 
 
-class Recorder(NoStreams):
+class Recorder(Streams):
     """Streams whose work is done at once, and written down: the calls of a program in their order."""
 
     def __init__(self, device):
@@ -249,7 +249,7 @@ class Recorded:
 @pytest.fixture
 def recorder(monkeypatch):
     made = Recorder(torch.device("cpu"))
-    monkeypatch.setattr(offload, "_streams", lambda device: made)
+    monkeypatch.setattr(offload, "Streams", lambda device: made)
     return made
 
 

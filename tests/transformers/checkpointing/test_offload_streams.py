@@ -43,8 +43,8 @@ class Stream:
 
 
 class Streams:
-    """Stands in for CudaStreams; ``ignored``: the names of a stream and of one whose events it does not wait
-    for."""
+    """Stands in for the streams of a GPU; ``ignored``: the names of a stream and of one whose events it does
+    not wait for."""
 
     def __init__(self, ignored=None):
         self.device, self.memory, self.users, self.freed = torch.device("cpu"), {}, {}, []
@@ -121,7 +121,7 @@ class Training:
         self.streams.shuffle(chance)
         self.task, self.per_layer = 0, per_layer
         monkeypatch.setattr(offload, "WORTH_MOVING", 1)
-        monkeypatch.setattr(offload, "_streams", lambda device: self.streams)
+        monkeypatch.setattr(offload, "Streams", lambda device: self.streams)
         monkeypatch.setattr(offload, "_task", lambda: self.task)
         self.store = HostStore(limit)
 

@@ -304,12 +304,12 @@ def test_memory_that_is_used_again_is_not_mistaken():
     def layer(x):
         y = liger.rms_norm(x, weight)
         recomputed.register(lambda x, w: (liger.rms_norm(x, w),), (x, weight), (y,))
-        (address, output), size = next(iter(recomputed._local.outputs.items())), y.numel()
+        (address, output), size = next(iter(recomputed._outputs.value.items())), y.numel()
         del y
         other = torch.randn(6, 8)
         # The allocator may or may not return the same address, so the test puts the entry there.
         output.numel, output.version = size, other._version
-        recomputed._local.outputs = {other.data_ptr(): output}
+        recomputed._outputs.value = {other.data_ptr(): output}
         assert address
         return other, other @ matrix
 
@@ -415,7 +415,7 @@ def test_errors_leave_no_hooks():
     with pytest.raises(KeyError, match="stop"):
         forward(model, ids())
     handle.remove()
-    assert recomputed._local.outputs is None
+    assert recomputed._outputs.value is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture, with the constructor and the arguments of liger_kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from ...nn.experts import GroupedExperts
 from ...ops.grouped_experts.op import grouped_experts
-from ..function_class import function_class
 from .mlps import _require_silu
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -30,8 +27,7 @@ def _apply_fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
 
 
 class LigerExperts(GroupedExperts):
-    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration of
-    transformers.
+    """:class:`liger.nn.GroupedExperts` with SiLU and without biases, in the sizes of a configuration.
 
     The forward reads gate_up_proj and down_proj alone, so that ``_patch_swiglu_module`` can give it to the
     experts of transformers.
@@ -45,13 +41,9 @@ class LigerExperts(GroupedExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states (..., H), experts and routing weights (..., K), each with the same number of
-        tokens."""
+        """Hidden states (..., H), experts and routing weights (..., K), of as many tokens."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         choices = (t.reshape(-1, top_k_index.shape[-1]) for t in (top_k_index, top_k_weights))
         y = _apply_fused_moe(rows, self.gate_up_proj, self.down_proj, *choices)
         # Also under autocast, the result has the dtype of the hidden states.
         return y.view(hidden_states.shape).to(hidden_states.dtype)
-
-
-LigerFusedMoEFunction = function_class("LigerFusedMoEFunction", _apply_fused_moe)

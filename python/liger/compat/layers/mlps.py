@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gated MLPs, with the constructors and the submodule names of liger_kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...nn.mlp import GELU, SILU, options_of
+from ...nn.mlp import GELU, SILU, Projections, options_of
 from ...nn.tiled_mlp import TiledMLP
 from ...ops.gated import GELU_NAMES
 from .rows import _apply_silu_mul, liger_geglu, swiglu_packed
-
-_SILU = ("silu", "swish")
 
 
 def _activation(config):
@@ -21,22 +17,18 @@ def _activation(config):
 
 
 def _require_silu(owner, config):
-    if _activation(config) not in _SILU:
+    if _activation(config) not in SILU:
         raise ValueError(
             f"{type(owner).__name__}: the activation of the configuration is {_activation(config)!r}, expected one "
-            f"of {', '.join(_SILU)}"
+            f"of {', '.join(SILU)}"
         )
 
 
-class _GatedMLP(nn.Module):
+class _GatedMLP(Projections):
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        super().__init__()
-        self.config, self.hidden_size = config, config.hidden_size
-        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
-        bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        size = config.intermediate_size if intermediate_size is None else intermediate_size
+        super().__init__(config.hidden_size, size, getattr(config, "mlp_bias", False), None, None)
+        self.config = config
 
 
 class LigerSwiGLUMLP(_GatedMLP):

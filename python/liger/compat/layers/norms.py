@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Norms and other row-wise modules, with the constructors of liger_kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

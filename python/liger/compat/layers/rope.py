@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rotary position embeddings, with the arguments of liger_kernel. q, k and their gradients are not
-written."""
-
-from __future__ import annotations
+"""Rotary position embeddings, with the arguments of liger_kernel. Nothing is written in place."""
 
 import torch
 
 from ...ops.rope.complex_rope import complex_rope
 from ...ops.rope.mrope import mrope
 from ...ops.rope.op import rope
-from ..function_class import function_class
 
 
 def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
@@ -41,8 +37,7 @@ def _tables(q, cos, sin, unsqueeze_dim, rotary_dim):
 
 @torch.no_grad()
 def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-    """The forward of :func:`liger_rotary_pos_emb` without a graph: q, k, and cos and sin for
-    :func:`rope_backward`."""
+    """:func:`liger_rotary_pos_emb` without a graph: q, k, and cos and sin for :func:`rope_backward`."""
     q, k = liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
     cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
     return q, k, *(t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
@@ -59,7 +54,6 @@ def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_d
 
 
 liger_rope = liger_rotary_pos_emb
-LigerRopeFunction = function_class("LigerRopeFunction", liger_rotary_pos_emb)
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
@@ -79,7 +73,6 @@ def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
-LigerQwen2VLMRopeFunction = function_class("LigerQwen2VLMRopeFunction", liger_multimodal_rotary_pos_emb)
 
 
 def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis, BLOCK_SIZE=None):
@@ -97,6 +90,3 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis, BLOCK_SIZE=None):
 def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
     """:func:`liger_llama4_text_rotary_pos_emb` of the vision tower."""
     return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci)
-
-
-LigerLlama4RopeFunction = function_class("LigerLlama4RopeFunction", liger_llama4_text_rotary_pos_emb)

@@ -6,8 +6,6 @@
 graph.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -21,7 +19,6 @@ from ...ops.rms_norm import fused_add_rms_norm, rms_norm
 from ...ops.softmax import softmax
 from ...ops.swiglu import swiglu, swiglu_packed
 from ...ops.tiled_mlp.tiled import tiled
-from ..function_class import function_class
 from ..utils import LARGEST_BLOCK, calculate_settings
 
 # The numbers by which liger_kernel passes a casting mode from the forward to the backward.
@@ -155,15 +152,3 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     return tiled(
         functools.partial(fn, mlp_module), x, num_shards=num_shards, parameters=tuple(compute_params or ())
     )
-
-
-LigerRMSNormFunction = function_class("LigerRMSNormFunction", _apply_rms_norm)
-LigerFusedAddRMSNormFunction = function_class("LigerFusedAddRMSNormFunction", _apply_fused_add_rms_norm)
-LigerLayerNormFunction = function_class("LigerLayerNormFunction", liger_layer_norm)
-LigerGroupNormFunction = function_class("LigerGroupNormFunction", liger_group_norm)
-LigerSiLUMulFunction = function_class("LigerSiLUMulFunction", _apply_silu_mul)
-LigerFusedGateUpSiLUMulFunction = function_class("LigerFusedGateUpSiLUMulFunction", _apply_fused_gate_up)
-LigerGELUMulFunction = function_class("LigerGELUMulFunction", liger_geglu)
-LigerSoftmaxFunction = function_class("LigerSoftmaxFunction", liger_softmax)
-LigerReLUSquaredFunction = function_class("LigerReLUSquaredFunction", liger_relu_squared)
-LigerTiledMLPFunction = function_class("LigerTiledMLPFunction", apply_tiled_mlp)

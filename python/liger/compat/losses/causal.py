@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The loss of a causal language model from its hidden states, and output classes with metrics."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import dataclass
@@ -48,8 +46,7 @@ def fixed_fused_linear_cross_entropy(
     requested = {name: kwargs.pop(name) for name in ("return_token_accuracy", "return_predicted_tokens")}
     function = _fused_function()
     if function is liger_fused_linear_cross_entropy and not kwargs and num_items_in_batch is not None:
-        # The op divides the gradients of each chunk; a division of its result would rescale them all
-        # afterwards.
+        # The op divides the gradients of each chunk; dividing its result would rescale them all again.
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(hidden_states.device)
         options |= {"denominator": num_items_in_batch, "metrics": metrics_named(**requested)}

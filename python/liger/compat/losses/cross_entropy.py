@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cross entropy of logits and of an lm_head, with the arguments of liger_kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +13,9 @@ from ..._core.op.autograd import graph_of_its_own
 from ...ops.cross_entropy.op import cross_entropy
 from ...ops.fused_linear_ce.op import fused_linear_ce
 from ...ops.fused_linear_logprobs.op import fused_linear_logprobs
-from ..function_class import function_class
 from ..parameters import OptionsModule, takes
 
-# liger_cross_entropy may be stored as torch.nn.functional.cross_entropy, which it calls for what liger's op
-# lacks.
+# liger_cross_entropy may be stored as torch's cross_entropy, which it calls for what the op lacks.
 _torch_cross_entropy = nn.functional.cross_entropy
 
 
@@ -55,8 +51,7 @@ def metrics_named(return_z_loss=False, return_token_accuracy=False, return_predi
 
 
 def _four(op, *tensors, target, return_z_loss, return_token_accuracy, return_predicted_tokens, **options):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is
-    None."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; None unless requested."""
     per_row, ignore_index = options["reduction"] == "none", options["ignore_index"]
     if options["reduction"] == "mean":
         options["denominator"] = _mean_divisor(target, options["ce_weight"], ignore_index)
@@ -89,15 +84,11 @@ def _packed(function, *tensors, **options):
     "softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False"
 )
 def _apply_cross_entropy(_input, target, weight, **options):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not
-    written.
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`, not in place.
 
     A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
     """
     return _four(cross_entropy, _input, target, target=target, ce_weight=weight, **options)
-
-
-LigerCrossEntropyFunction = function_class("LigerCrossEntropyFunction", _apply_cross_entropy)
 
 
 @takes(
@@ -130,8 +121,7 @@ class LigerCrossEntropyLoss(
     options="weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss "
     "return_token_accuracy return_predicted_tokens",
 ):
-    """:func:`liger_cross_entropy` as a module; the arguments of the constructor are in the order of
-    liger_kernel."""
+    """:func:`liger_cross_entropy` as a module, constructed with the arguments in liger_kernel's order."""
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         return self._call(_input, target)
@@ -193,11 +183,6 @@ def _apply_fused_linear_cross_entropy(
     return _four(fused_linear_ce, *tensors, target=target, token_weight=token_weight, **options)
 
 
-LigerFusedLinearCrossEntropyFunction = function_class(
-    "LigerFusedLinearCrossEntropyFunction", _apply_fused_linear_cross_entropy
-)
-
-
 @takes(f"input, {_OF_HEAD}, chunk_mem_const=1")
 def liger_fused_linear_cross_entropy(input, chunk_mem_const, **options):
     """:func:`liger.fused_linear_ce`: the loss, or with any metric a :class:`CrossEntropyOutput`."""
@@ -210,8 +195,7 @@ class LigerFusedLinearCrossEntropyLoss(
     options="ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype "
     "use_token_scaling return_token_accuracy return_predicted_tokens",
 ):
-    """:func:`liger_fused_linear_cross_entropy` as a module. ``forward`` takes the weight of the lm_head
-    first."""
+    """:func:`liger_fused_linear_cross_entropy` as a module; the weight of the lm_head comes first."""
 
     def forward(self, lin_weight, _input, target, bias=None):
         return self._call(_input, lin_weight, target, bias)
@@ -273,15 +257,10 @@ def _apply_scaled_cross_entropy(
         rows, known = _input.float(), torch.where(valid.squeeze(-1), target, 0)
         target_logit = (rows * weight[known].float()).sum(-1) / temperature
         selected = rows @ weight[selected_token_ids].float().t() / temperature
-        # The logarithm of the partition function is the difference of the target's logit and its
-        # log-probability.
+        # The partition function's logarithm: the target's logit minus its log-probability.
         outputs.append(torch.where(valid, selected - (target_logit - logprobs).unsqueeze(-1), 0.0))
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-
-LigerFusedLinearScaledCrossEntropyFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyFunction", _apply_scaled_cross_entropy
-)
 
 # --- of a vocabulary that is sharded over processes ---------------------------------------------------------
 
@@ -321,25 +300,6 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return (-result.logprobs, result.entropy) if return_entropy else -result
 
 
-def _apply_scaled_cross_entropy_tp(
-    _input,
-    weight,
-    target,
-    tp_group,
-    temperature=1.0,
-    ignore_index=-100,
-    tiles_per_reduce=1,
-    return_entropy=False,
-):
-    return liger_fused_linear_scaled_cross_entropy_tp(
-        _input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
-    )
-
-
-LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyTPFunction", _apply_scaled_cross_entropy_tp
-)
-
 _FORMULAS: dict[str, Sequence[str]] = {
     "label_smoothing_formula": ("pytorch",),
     "label_smoothing_mode": ("global",),
@@ -361,9 +321,6 @@ def _apply_vocab_parallel(vocab_parallel_logits, target, tp_group, **options):
     del options["label_smoothing_formula"], options["label_smoothing_mode"]
     group = None if tp_group is None or tp_group.size() == 1 else tp_group
     return cross_entropy(vocab_parallel_logits, target, group=group, **options)
-
-
-LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _apply_vocab_parallel)
 
 
 class LigerVocabParallelCrossEntropy(

@@ -4,14 +4,10 @@
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many tokens a chunk has.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
-from ..function_class import function_class
-from ..parameters import OptionsModule, takes
-from .instances import loss_of
+from ..parameters import OptionsModule, loss_of, takes
 
 _INPUTS = (
     "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
@@ -48,10 +44,6 @@ def _distil(loss_class):
 
 liger_fused_linear_jsd = _distil(FusedLinearJSDLoss)
 liger_fused_linear_cosine = _distil(FusedLinearCosineSimilarityLoss)
-LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", liger_fused_linear_jsd)
-LigerFusedLinearCosineSimilarityFunction = function_class(
-    "LigerFusedLinearCosineSimilarityFunction", liger_fused_linear_cosine
-)
 
 
 class _Distillation(OptionsModule):

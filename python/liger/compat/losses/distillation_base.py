@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Base class of distillation losses that other projects define by a function of logits."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -22,8 +20,7 @@ _TENSORS = [f"{owner}_{part}" for owner in ("student", "teacher") for part in _P
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """A distillation loss: its logits exist a chunk of rows at a time, its gradients are computed in the
-    forward.
+    """A distillation loss: logits of a chunk of rows at a time, gradients computed in the forward.
 
     A subclass defines :meth:`distillation_loss_fn` in plain PyTorch, and a ``forward`` that calls the one of
     this class with ``cls`` and ``ctx``.
@@ -115,7 +112,6 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *args):
-        """Gradients of student_input, student_weight, teacher_input, teacher_weight, target and
-        student_bias."""
+        """Gradients of the two inputs and weights (student first), of target and of student_bias."""
         grads = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
         return grads[0], grads[1], None, None, None, grads[2]

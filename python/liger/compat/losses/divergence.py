@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Divergences between a student and a teacher, with the arguments of liger_kernel."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from ...ops.cross_entropy.op import cross_entropy
 from ...ops.divergence.op import jsd, kl_div, tvd
 from ...ops.fused_linear_divergence.op import fused_linear_jsd, fused_linear_kl_div
-from ..function_class import function_class
 from ..parameters import OptionsModule, takes
 
 
 def _valid_rows(labels, ignore_index):
-    """The number of rows without an ignored label, at least 1, as a denominator; None without labels: all
-    rows."""
+    """The number of rows without an ignored label, at least 1, as a denominator; None: all rows."""
     return None if labels is None else (labels != ignore_index).sum().clamp_min(1)
 
 
@@ -23,14 +19,10 @@ def _valid_rows(labels, ignore_index):
 
 
 def _apply_jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
-    """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over the rows without an ignored
-    label."""
+    """:func:`liger.jsd` of log-probabilities (rows, classes): the mean over rows that are not ignored."""
     options = {"beta": beta, "ignore_index": ignore_index, "log_probs": True}
     denominator = _valid_rows(shift_labels, ignore_index)
     return jsd(_input, target.detach(), shift_labels, denominator=denominator, **options)
-
-
-LigerJSDFunction = function_class("LigerJSDFunction", _apply_jsd)
 
 
 def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
@@ -63,9 +55,6 @@ def _apply_fused_linear_jsd(
     }
     teacher = {"teacher_input": teacher_input.detach(), "teacher_weight": teacher_weight.detach()}
     return fused_linear_jsd(student_input, student_weight, shift_labels, **teacher, **options)
-
-
-LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", _apply_fused_linear_jsd)
 
 
 @takes(_OF_HEADS)
@@ -107,9 +96,6 @@ def _apply_kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1
     return kl_div(y_pred, y_true, log_probs=True, **options)
 
 
-LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", _apply_kl_div)
-
-
 def liger_kl_div(
     input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10
 ):
@@ -127,16 +113,11 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return _apply_kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
-_OF_HEAD = (
+@takes(
     "student_input, student_weight, target, shift_labels=None, reduction='batchmean', ignore_index=-100, "
     "temperature=1.0, eps=1e-10, accum_dtype=None"
 )
-
-
-@takes(_OF_HEAD)
-def _apply_fused_linear_kl_div(
-    student_input, student_weight, target, shift_labels, reduction, eps, **options
-):
+def liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, reduction, eps, **options):
     """:func:`liger.fused_linear_kl_div` to given probabilities ``target`` (rows, classes), which sum to 1."""
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(
@@ -153,14 +134,6 @@ def _apply_fused_linear_kl_div(
         "denominator": divisor,
     }
     return fused_linear_kl_div(student_input, student_weight, shift_labels, **options)
-
-
-LigerFusedLinearKLDivFunction = function_class("LigerFusedLinearKLDivFunction", _apply_fused_linear_kl_div)
-
-
-@takes(_OF_HEAD)
-def liger_fused_linear_kl_div(**given):
-    return _apply_fused_linear_kl_div(**given)
 
 
 class LigerFusedLinearKLDivLoss(
@@ -195,9 +168,6 @@ def _apply_tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100
     return terms.sum() / {"sum": 1, "batchmean": rows, "mean": rows * p.shape[-1]}[reduction]
 
 
-LigerTVDLossFunction = function_class("LigerTVDLossFunction", _apply_tvd)
-
-
 def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
     return _apply_tvd(input, target, shift_labels, reduction, ignore_index)
 
@@ -212,15 +182,11 @@ class LigerTVDLoss(OptionsModule, of=_apply_tvd, options="reduction ignore_index
 
 
 def _apply_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
-    """(cross entropy, total variation distance) of logits (rows, classes), one float32 number per row; 0 if
-    ignored."""
+    """(cross entropy, total variation distance) of logits, float32 per row; 0 in ignored rows."""
     return (
         cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none"),
         tvd(student_logits, teacher_logits.detach(), target, ignore_index=ignore_index, reduction="none"),
     )
-
-
-LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", _apply_ce_tvd)
 
 
 class LigerFusedCETVDLoss(OptionsModule, of=_apply_ce_tvd, options="ignore_index"):

@@ -4,14 +4,10 @@
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many tokens a chunk has.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ...losses import FusedLinearGRPOLoss
-from ..function_class import function_class
-from ..parameters import OptionsModule, takes
-from .instances import loss_of
+from ..parameters import OptionsModule, loss_of, takes
 
 # Tensors that keep their names.
 _TENSORS = (
@@ -67,9 +63,6 @@ def liger_fused_linear_grpo(
     loss, metrics = loss_function(_input, weight, selected_token_ids, bias, mask=attention_mask, **tensors)
     kl = () if beta == 0.0 else (loss.new_zeros(()) if metrics.kl is None else metrics.kl,)
     return loss, (*kl, metrics.clip_ratio)
-
-
-LigerFusedLinearGRPOFunction = function_class("LigerFusedLinearGRPOFunction", liger_fused_linear_grpo)
 
 
 class LigerFusedLinearGRPOLoss(

@@ -4,8 +4,6 @@
 ``compiled`` and ``chunk_size`` have no effect: the memory budget decides how many pairs a chunk has.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -17,9 +15,7 @@ from ...losses import (
     FusedLinearSimPOLoss,
 )
 from ...losses.preference import _log1mexp
-from ..function_class import function_class
-from ..parameters import OptionsModule, takes
-from .instances import loss_of
+from ..parameters import OptionsModule, loss_of, takes
 
 
 @torch.no_grad()
@@ -33,8 +29,7 @@ def _logit_sums(hidden, weight, bias):
 
 
 def _of_pairs(loss_class, _input, weight, target, bias, tensors, options, more=lambda metrics: ()):
-    """(loss, (chosen log-probabilities, rejected ones, mean logits of both, likelihood loss, rewards of both,
-    *more))."""
+    """(loss, (log-probabilities, mean logits, likelihood loss, rewards, *more)), chosen before rejected."""
     loss, m = loss_of(loss_class, **options)(_input, weight, target, bias, **tensors)
     sums = _logit_sums(_input, weight, bias)
     half = sums.shape[0] // 2
@@ -58,8 +53,7 @@ def _reference(use_ref_model, **tensors):
     "loss_type='sigmoid', label_smoothing=0.0, discopop_tau=0.05, alpha=1.0"
 )
 def liger_fused_linear_dpo(_input, weight, target, bias, ref_input, ref_weight, ref_bias, **options):
-    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`. ``label_smoothing`` is for exo_pair and
-    robust."""
+    """(loss, metrics) of a FusedLinearDPOLoss. ``label_smoothing`` is for exo_pair and robust."""
     if options["loss_type"] not in ("exo_pair", "robust"):
         options["label_smoothing"] = 0.0
     reference = _reference(
@@ -124,26 +118,23 @@ def liger_fused_linear_kto(
     return loss, (m.chosen_logps_sum, m.rejected_logps_sum, *logits, *rewards)
 
 
-LigerFusedLinearDPOFunction = function_class("LigerFusedLinearDPOFunction", liger_fused_linear_dpo)
-LigerFusedLinearORPOFunction = function_class("LigerFusedLinearORPOFunction", liger_fused_linear_orpo)
-LigerFusedLinearCPOFunction = function_class("LigerFusedLinearCPOFunction", liger_fused_linear_cpo)
-LigerFusedLinearSimPOFunction = function_class("LigerFusedLinearSimPOFunction", liger_fused_linear_simpo)
-LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto)
-
-
 # --- modules ------------------------------------------------------------------------------------------------
 
 
+class _WeightFirst(OptionsModule):
+    """A function of this file as a module. ``forward`` takes the weight of the lm_head first."""
+
+    def forward(self, lin_weight, _input, target, bias=None, *more, **named):
+        return self._call(_input, lin_weight, target, bias, *more, **named)
+
+
 class LigerFusedLinearDPOLoss(
-    OptionsModule,
+    _WeightFirst,
     of=liger_fused_linear_dpo,
     options="ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob chunk_size loss_type "
     "label_smoothing discopop_tau",
 ):
-    """:func:`liger_fused_linear_dpo` as a module. ``forward`` takes the weight of the lm_head first."""
-
-    def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
-        return self._call(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias)
+    """:func:`liger_fused_linear_dpo` as a module."""
 
 
 class LigerFusedLinearORPOLoss(
@@ -158,25 +149,19 @@ class LigerFusedLinearORPOLoss(
 
 
 class LigerFusedLinearCPOLoss(
-    OptionsModule,
+    _WeightFirst,
     of=liger_fused_linear_cpo,
     options="ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
 ):
-    """:func:`liger_fused_linear_cpo` as a module. ``forward`` takes the weight of the lm_head first."""
-
-    def forward(self, lin_weight, _input, target, bias=None):
-        return self._call(_input, lin_weight, target, bias)
+    """:func:`liger_fused_linear_cpo` as a module."""
 
 
 class LigerFusedLinearSimPOLoss(
-    OptionsModule,
+    _WeightFirst,
     of=liger_fused_linear_simpo,
     options="ignore_index beta alpha label_smoothing compute_nll_loss=True compiled gamma chunk_size",
 ):
-    """:func:`liger_fused_linear_simpo` as a module. ``forward`` takes the weight of the lm_head first."""
-
-    def forward(self, lin_weight, _input, target, bias=None):
-        return self._call(_input, lin_weight, target, bias)
+    """:func:`liger_fused_linear_simpo` as a module."""
 
 
 class LigerFusedLinearKTOLoss(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ``apply_liger_kernel_to_*`` functions of liger_kernel 0.8.5: model types and parameters, in their
-order."""
-
-from __future__ import annotations
+"""The ``apply_liger_kernel_to_*`` of liger_kernel 0.8.5: model types, and parameters in their order."""
 
 _LOSSES = "cross_entropy fused_linear_cross_entropy"
 _LLAMA = f"rope {_LOSSES} rms_norm swiglu model"

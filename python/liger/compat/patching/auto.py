@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """AutoModelForCausalLM that patches the models that it returns."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``apply_liger_kernel_to_*`` and the other functions of ``liger_kernel.transformers.monkey_patch``."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -189,15 +187,13 @@ def _epsilon(module: Any, eps: float) -> float:
 def _patch_rms_norm_module(
     module, offset=0.0, eps=1e-6, casting_mode="llama", in_place=True, row_mode=None
 ) -> None:
-    """Gives a norm module the forward of LigerRMSNorm. ``eps`` is used if the module has no epsilon of its
-    own."""
+    """Gives a norm module the forward of LigerRMSNorm; ``eps`` is for a module without its own."""
     attributes = {"offset": offset, "casting_mode": casting_mode, "in_place": in_place, "row_mode": row_mode}
     _become(module, LigerRMSNorm, attributes | {"variance_epsilon": _epsilon(module, eps)})
 
 
 def _patch_layer_norm_module(module: Any, eps: float = 1e-6) -> None:
-    """Gives a layer norm module the forward of LigerLayerNorm. ``eps`` is used if the module has no
-    epsilon."""
+    """Gives a layer norm the forward of LigerLayerNorm; ``eps`` is for a module without its own."""
     _become(module, LigerLayerNorm, {"variance_epsilon": _epsilon(module, eps)})
 
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""RMS norms of queries and keys that the rotation computes: ``liger.qk_norm_rope`` instead of two norms and a
-rotation.
+"""RMS norms of queries and keys that the rotation computes: one ``liger.qk_norm_rope`` instead of three ops.
 
 The forward of an attention normalises queries and keys, swaps dimensions, and rotates. In its patched copy
 the norm returns a :class:`DeferredNorm`, and the rotary function computes norm and rotation at once. Other
 code that reads it gets the result of the norm, so the copy computes the same as the original in any case.
 """
-
-from __future__ import annotations
 
 import torch
 from torch.utils._pytree import tree_map
@@ -20,8 +17,7 @@ from .rotations import Rotation, layout
 
 
 class DeferredNorm:
-    """The result of a norm over the last dimension of ``x``, computed when something other than a rotation
-    reads it."""
+    """A norm over the last dimension of ``x``, computed when something else than a rotation reads it."""
 
     def __init__(self, norm, x, swaps=()):
         self.norm, self.x, self.swaps = norm, x, swaps

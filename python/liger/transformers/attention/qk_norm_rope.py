@@ -24,8 +24,7 @@ from .rotary import RopeRecipe, renamed
 
 @dataclass(frozen=True)
 class QKNormRopeRecipe:
-    """An attention where the rotary functions (``calls``, as in RopeRecipe) also compute the norms of these
-    names."""
+    """An attention where the rotary functions (``calls``, see RopeRecipe) also compute these norms."""
 
     calls: tuple
     norms: tuple
@@ -48,8 +47,7 @@ def _method(name):
 
 
 def _deferring(forward, calls, norms):
-    """A copy of a forward that calls methods of these names instead of norms, and the patched rotary
-    functions.
+    """A copy of a forward that calls deferring methods instead of norms, and patched rotary functions.
 
     Raises:
         ValueError: the code cannot be renamed.
@@ -60,8 +58,7 @@ def _deferring(forward, calls, norms):
 
 
 def attention(module):
-    """As :func:`rotary.attention`; a recipe with norms where the trial shows that the rotation computes
-    them."""
+    """As :func:`rotary.attention`, with norms where the trial shows that the rotation computes them."""
     recipe = rotary.attention(module)
     if not isinstance(recipe, RopeRecipe):
         return recipe
@@ -73,8 +70,7 @@ def attention(module):
     norms = {name: each for name, each in found.items() if isinstance(each, NormRecipe)}
     if not norms:
         return recipe
-    # layer_idx is left out: in layers where it keeps the forward from rotating, the deferred norm is read,
-    # and so computed.
+    # layer_idx is left out: a forward that does not rotate for it reads the norm, which is computed.
     settings = tuple(setting for setting in trials.settings(module) if setting[0] != "layer_idx")
     sizes = tuple((name, type(child), _out_features(child)) for name, child in children.items())
     # A recipe may name the attribute that holds eps, so the value of eps belongs in the key.
@@ -240,8 +236,7 @@ class _Trial:
         return trials.same_gradients(*functions, self.x, *self.weights.values())
 
     def _outputs(self, forward, names, case, dtype=torch.float32, x=None, weights=None, patched=True):
-        """The tensors that a copy of the forward returns; None for an error. ``uses``: of the norms
-        ``names``."""
+        """The tensors that a copy of the forward returns, None for an error; sets ``uses`` of ``names``."""
         layer = self._stand_in(names, case, dtype, weights or self.weights, patched)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # dropout

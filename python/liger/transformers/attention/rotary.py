@@ -25,8 +25,7 @@ def new_name(name):
 
 
 def is_rotary(name):
-    """True if a global of a forward is called like the functions of transformers that rotate queries and
-    keys."""
+    """True if a global is called like transformers' functions that rotate queries and keys."""
     return "apply_" in name and ("rotary" in name or "rope" in name)
 
 
@@ -78,22 +77,16 @@ def renamed(function, calls):
 
 
 def rotary_function(original, found):
-    """A function with the signature of the original, which computes by the op what :class:`Function`
-    allows."""
+    """A function like the original that computes by the op what :class:`Function` allows."""
     signature = _signature(original)
-    names, defaults, tensors, tables = (
-        signature.names,
-        signature.defaults,
-        signature.tensors,
-        signature.tables(found.form),
-    )
+    names, tensors, tables = signature.names, signature.tensors, signature.tables(found.form)
     default = signature.unsqueeze if found.unsqueeze is None else found.unsqueeze
     read = {*tensors, *tables, UNSQUEEZE}
 
     def rotated(args, kwargs):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or any(
-            n not in read and given[n] is not defaults.get(n, original) for n in given
+            n not in read and given[n] is not signature.defaults.get(n, original) for n in given
         ):
             return None
         values = [given.get(name) for name in (*tensors, *tables)]
@@ -159,8 +152,7 @@ def _signature(function):
 
 
 def attention(module):
-    """A recipe for a module that calls a rotary function in its forward, a reason, or None for another
-    module."""
+    """A recipe for a module whose forward calls a rotary function, a reason, or None."""
     forward = trials.original(module).forward
     if not inspect.isfunction(forward):
         return None
@@ -169,8 +161,7 @@ def attention(module):
 
 
 def _calls(function):
-    """(the calls to replace, why there are none); the reason is None if the function calls no rotary
-    function."""
+    """(the calls to replace, why there are none, or None if the function calls no rotary function)."""
     calls, reason = [], None
     for name in sorted(filter(is_rotary, globals_used(function))):
         namespace = uses_global(function, name)

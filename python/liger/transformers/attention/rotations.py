@@ -24,12 +24,10 @@ FIXED_UNSQUEEZE = (-2, 1, -3)
 class Rotation:
     """A rotation by tables of cosines and sines.
 
-    pairing: ``halves`` (elements i and i + R/2), ``interleaved`` (2i and 2i + 1), or ``split``: pairs as
-    interleaved,
-        results as halves.
-    table: ``full``: one number per element; ``first_half``: of these, the code reads the first half;
-    ``half``: one
-        number per pair.
+    pairing: ``halves`` (elements i and i + R/2), ``interleaved`` (2i and 2i + 1), or ``split``: interleaved
+        pairs, results as halves.
+    table: ``full``: one number per element; ``first_half``: the code reads the first half of them; ``half``:
+        one number per pair.
     negated: the rotation turns in the other direction.
     tail: the last R elements of a head are rotated, not the first ones.
     """
@@ -121,8 +119,7 @@ FORMS: tuple[Rotation | ComplexRotation, ...] = (
 def _heads_dim(q, table, unsqueeze):
     """The dimension of q along which ``table.unsqueeze(unsqueeze)`` is broadcast, if it is one of heads.
 
-    q is (B, H, T, D), (B, T, H, D) or one of both without B. None for another layout, or a table of other
-    tokens.
+    q: (B, H, T, D), (B, T, H, D), or without B. None for another layout, or a table of other tokens.
     """
     if q.dim() not in (3, 4) or not 2 <= table.dim() < q.dim():
         return None
@@ -135,8 +132,7 @@ def _heads_dim(q, table, unsqueeze):
 
 
 def _like(tensors, table, heads):
-    """True if all tensors differ from the first one in the number of heads only, and none alone is a
-    DTensor."""
+    """True if the tensors differ in the number of heads only, and all or none are DTensors."""
     q = tensors[0]
 
     def shape(t):

@@ -11,12 +11,10 @@ from .kept_attention import Counter
 
 
 class Probe:
-    """Calls a layer without a checkpoint, counts what it saves, and stores that in host memory until the
-    backward.
+    """Calls a layer without a checkpoint, counts what it saves, and keeps that on the host till the backward.
 
     So the step needs no more device memory than one in which the layer is recomputed: its activations exist
-    in the forward alone, where the activations of the other layers are not yet recomputed. On the CPU they
-    are not copied.
+    in the forward alone, where no other layer is recomputed. On the CPU they are not copied.
 
     Attributes:
         bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and
@@ -35,8 +33,7 @@ class Probe:
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
         outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in plain_tensors(t)}
-        # References to the storages: without them the allocator may reuse an address for another saved
-        # tensor.
+        # References, without which the allocator may reuse an address for another saved tensor.
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(x):

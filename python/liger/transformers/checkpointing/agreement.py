@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """All-reduces a few integers over the ranks of a process group; without torch.distributed it returns
-    them.
+    """All-reduces a few integers over the ranks of a group; returns them without torch.distributed.
 
     Args:
         group: the process group; None: the default group, if there is one at the first use.

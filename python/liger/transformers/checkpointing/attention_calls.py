@@ -6,19 +6,15 @@ there that a planned model uses is replaced, once in a process, by one that asks
 this thread. SDPA is intercepted where transformers calls it, after keys and values were repeated.
 """
 
-from __future__ import annotations
-
-import contextlib
 import functools
 import sys
-import threading
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
 from ..recipe import trials
+from ..recipe.local import Local
 from ..recipe.rename import rename_global, uses_global
 
 _MATH, _EFFICIENT, _CUDNN = 0, 2, 3  # torch.nn.attention.SDPBackend
@@ -27,22 +23,9 @@ _CONVERTS_ALIKE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 
 
-class _Local(threading.local):
-    # Whom the attention calls of the running layer report to, or None.
-    observer: Any = None
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def observed(observer):
-    """Inside, each attention call of this thread goes to ``observer.attend(call)``."""
-    before, _local.observer = _local.observer, observer
-    try:
-        yield
-    finally:
-        _local.observer = before
+# Whom the attention calls of the running layer report to, by ``observer.attend(call)``, or None.
+_observer = Local()
+observed = _observer.holding
 
 
 # --- calls of attention -----------------------------------------------------------------------------------
@@ -67,8 +50,7 @@ class SDPA:
     def inputs(self):
         """The tensors of the kernel.
 
-        SDPA would convert and pad a mask into a tensor that the node saves. Here the recomputation does so
-        again.
+        SDPA's node would save a converted and padded mask. Here the recomputation makes it again.
         """
         if self._inputs is None:
             *others, mask = self.tensors
@@ -175,11 +157,11 @@ def _intercepting(function):
 
     @functools.wraps(function)
     def attention(*args, **kwargs):
-        if torch.compiler.is_compiling() or _local.observer is None:
+        if torch.compiler.is_compiling() or _observer.value is None:
             return function(*args, **kwargs)
         if inside is not None:
             return inside(*args, **kwargs)
-        observer = _local.observer
+        observer = _observer.value
         with observed(None):
             return observer.attend(Function(function, args, kwargs))
 
@@ -202,7 +184,7 @@ def _observed_sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     call = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return call.plain() if _local.observer is None else _local.observer.attend(call)
+    return call.plain() if _observer.value is None else _observer.value.attend(call)
 
 
 _functional = _Torch(torch.nn.functional, scaled_dot_product_attention=_observed_sdpa)

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``checkpoint``: recomputes as much of the decoder layers as the memory asks for, and no more.
 
-planner.py has the steps of a plan, memory_plan.py its arithmetic, docs/guides/checkpointing.md
-the method.
+planner.py has a plan's steps, memory_plan.py its arithmetic, docs/guides/checkpointing.md the method.
 """
-
-from __future__ import annotations
 
 from typing import Any, TypeVar
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
-from .attention_calls import intercept
 from .kept_attention import KeptAttention, refusal_of
 from .memory_plan import State
 from .offload import Offloaded
@@ -37,8 +36,7 @@ def keep(function, *args, **kwargs):
 
 
 def find(model):
-    """The decoder layers: of all rows of layers, the one with the most parameters. An empty list without
-    any."""
+    """The decoder layers: the row of layers with the most parameters; an empty list without any."""
     layers = _largest_row(model, lambda module: isinstance(module, GradientCheckpointingLayer))
     return layers or _largest_row(model, _looks_like_a_layer)
 
@@ -67,8 +65,7 @@ def _size(layer):
 
 
 def kind(layer):
-    """A key that is equal for layers with activations of the same size: classes, patches, shapes and
-    dtypes of their parts."""
+    """A key of layers with equally large activations: classes, patches, shapes and dtypes of parts."""
     parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
     weights = tuple(
         (name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in layer.named_parameters()
@@ -99,7 +96,7 @@ class Switches:
         self.read()
         for module in model.modules():
             if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
-                flag, function = True, _checkpointing_of(module)
+                flag, function = True, checkpointing_of(module)
                 if id(module) not in wrapped and any(id(child) in wrapped for child in module.modules()):
                     # Older code of models checkpoints the calls of its layers itself, all or none.
                     flag = False
@@ -125,7 +122,7 @@ class Switches:
         for number, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             function = keep
             if state != State.EVERYTHING:
-                function = _checkpointing_of(layer)
+                function = checkpointing_of(layer)
             if state == State.ATTENTION:
                 store = self.store if self.leaving[number] else None
                 function = KeptAttention(function, store, self.selective[number])
@@ -134,18 +131,9 @@ class Switches:
                 function = Offloaded(self.store, function, stays=number == last)
             self._set(layer, function)
 
-    def recomputing(self, layer):
-        """The function by which a layer is recomputed."""
-        return _checkpointing_of(layer)
-
     def refusal(self):
         """The reason why no layer can keep its attention alone, or None."""
-        return next(filter(None, (refusal_of(_checkpointing_of(layer)) for layer in self.layers)), None)
-
-    def intercept(self):
-        """Has the attention of the layers ask what the layer keeps."""
-        for layer in self.layers:
-            intercept(layer)
+        return next(filter(None, (refusal_of(checkpointing_of(layer)) for layer in self.layers)), None)
 
     def _is_set(self, layer):
         flag, function = self._ours.get(layer, (None, None))
@@ -171,7 +159,7 @@ class Switches:
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
         self._states = None
-        _checkpointing_of(layer)
+        checkpointing_of(layer)
         self._set(layer, function)
 
     def _set(self, module, function, flag=True):
@@ -202,9 +190,8 @@ class Switches:
                     vars(module)[name] = value
 
 
-def _checkpointing_of(module):
-    """The function by which the module is recomputed: the user's, from the Trainer for example, or
-    torch's."""
+def checkpointing_of(module):
+    """The function that recomputes the module: the user's, from the Trainer for example, or torch's."""
     found = vars(module).get(FUNCTION)
     if isinstance(found, Offloaded):
         found = found.function
@@ -231,8 +218,7 @@ def _offloads(function):
 
 
 def _forward(layer, replaced, *args, **kwargs):
-    """The forward of a layer that is none of transformers, around the forward of its class or instance
-    (``replaced``)."""
+    """The forward of a layer that is not of transformers, around its own or ``replaced``."""
     forward = functools.partial(type(layer).forward, layer) if replaced is None else replaced
     original = functools.partial(forward, **kwargs)
     if layer.training and vars(layer)[FLAG]:

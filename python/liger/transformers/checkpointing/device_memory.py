@@ -17,8 +17,7 @@ MIN_HEADROOM, MAX_HEADROOM = 0.03, 0.08
 
 
 def check(memory):
-    """Raises TypeError or ValueError for an argument ``memory`` of another form than bytes, share or
-    "auto"."""
+    """Raises TypeError or ValueError for a ``memory`` that is neither bytes, a share nor "auto"."""
     name = "liger.transformers.checkpoint: memory"
     if isinstance(memory, bool) or not isinstance(memory, int | float | str):
         raise TypeError(f"{name} must be an int, a float, 'auto' or None, not {type(memory).__name__}")
@@ -56,8 +55,7 @@ class CudaMemory:
         self._meters.add(self)
 
     def read(self):
-        """(allocated bytes, number of retries after a flush of the cache, number of errors for lack of
-        memory)."""
+        """(allocated bytes, retries after a flush of the cache, errors for lack of memory)."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return stats["allocated_bytes"]["all"]["current"], stats["num_alloc_retries"], stats["num_ooms"]
 
@@ -74,8 +72,7 @@ class CudaMemory:
         self.noted = max(self.noted, stats["allocated_bytes"]["all"]["peak"])
 
     def peak(self, counted):
-        """Peak of allocated bytes since :meth:`start`; updates ``limit``, the bytes that a step may
-        allocate."""
+        """Peak of allocated bytes since :meth:`start`; sets ``limit``, the bytes that a step may have."""
         self.note()
         peak = self.noted
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizer steps in the backward: each parameter makes its step when its gradient is complete, and the
-gradient is freed."""
+"""Optimizer steps in the backward, one parameter at a time, which free its gradient."""
 
 from __future__ import annotations
 

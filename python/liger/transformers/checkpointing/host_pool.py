@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Host memory for tensors of a device: a few large blocks, which grow to a bound and are used again in every
-step."""
-
-from __future__ import annotations
+"""Host memory for tensors of a device: a few blocks that grow to a bound and serve every step."""
 
 import os
 from collections import deque
@@ -38,8 +35,7 @@ class HostPool:
     def __init__(self, limit, allocate):
         self.limit, self._allocate = limit, allocate
         self._blocks, self._free = [], []
-        # Spans that came back, each with the event of its last reader. Threads and the garbage collector
-        # append to it, at any time.
+        # Spans that came back, each with its last reader's event; threads may append at any time.
         self._back = deque()
 
     @property
@@ -64,7 +60,7 @@ class HostPool:
         return self.take(size) if self._grow(size) else None
 
     def _grow(self, size):
-        room, wanted = self.room(), _power_of_two(_PER_BLOCK * size)
+        room, wanted = self.room(), 1 << (_PER_BLOCK * size - 1).bit_length()
         while wanted > room and wanted >= size:
             wanted //= 2
         if wanted < size:
@@ -107,10 +103,6 @@ class HostPool:
         return events
 
 
-def _power_of_two(size):
-    return 1 << (size - 1).bit_length()
-
-
 def total():
     """Bytes of memory of the host, or of the control group of this process; 0 if the system does not say."""
     limits = [value for path, _, _ in _GROUPS if (value := _number(path)) is not None]
@@ -118,8 +110,7 @@ def total():
 
 
 def available():
-    """Bytes that the host, and the control group of this process, can give; None if the system does not
-    say."""
+    """Bytes that the host and this process's control group can give; None if the system is silent."""
     found = [_meminfo("MemAvailable")]
     for limit_of, used_of, cache in _GROUPS:
         limit, used = _number(limit_of), _number(used_of)

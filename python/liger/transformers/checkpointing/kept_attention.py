@@ -6,11 +6,8 @@ inputs is small: the output and the logarithms of the sums. A layer in this stat
 non-reentrant checkpoint, and its attention kernel saves through hooks of its own. A tensor in the memory of
 an input goes on to the hooks of the checkpoint, which recompute it; all others are kept in a store. In the
 recomputation the same call hands its inputs to the checkpoint and returns the kept output, and the kernel
-does not run. The autograd node is the kernel's own, so every kernel keeps its own bits, layouts, masks and
-dropout.
+does not run. The autograd node is the kernel's own, with its bits, layouts, masks and dropout.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How long the recomputation of a layer takes, and its attention in it: measured, or estimated from FLOPs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -56,8 +54,7 @@ class LayerTimer:
         return output
 
     def microseconds(self):
-        """(of the layer, of its attention) in the last recomputation, or None without one; waits for the
-        device."""
+        """(of the layer, of its attention) in the last recomputation, or None; waits for the device."""
         if self.layer is None:
             return None
         self.layer[1].synchronize()

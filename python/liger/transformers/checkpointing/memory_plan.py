@@ -7,8 +7,7 @@ on that path; with a path that upgrades whole layers, it is the number of layers
 
 A step at level k needs at most the memory of a step at a level j < k plus the bytes of the upgrades between
 them, at every moment. Therefore each measured step bounds the steps at higher levels, and the smallest of the
-bounds counts. If two measured steps differ by more than the counted bytes, the counts are raised by that
-ratio.
+bounds counts. If two steps differ by more than the counted bytes, the counts are raised by that ratio.
 
 A load is a tuple of numbers that grow with the step: its tokens, and with eager attention tokens times
 length. The memory of a larger load is taken as proportional: the ratio of the loads multiplies gradients and
@@ -70,8 +69,7 @@ def path(savings, fixed=0):
     """The upgrades that a growing plan makes, one layer at a time: (number of the layer, its new state).
 
     Attention comes first in each layer in which it spares much more time per byte of the device than the
-    whole layer: attention with the most time per byte, then whole layers from the end. The backward frees the
-    last layers first.
+    whole layer, by time per byte, then whole layers from the end: the backward frees the last layers first.
 
     Args:
         savings: a :class:`Saving` per layer.
@@ -186,8 +184,7 @@ class MemoryPlan:
         return kept in self.peaks[phase] and (phase, kept) not in self.outdated
 
     def record(self, phase, kept, peak, load, forward=None, outdated=False):
-        """Adds a measured step. One of a smaller load than the largest only lowers an outdated peak, in
-        proportion.
+        """Adds a measured step. One of a smaller load only lowers an outdated peak, in proportion.
 
         Args:
             phase: steps of different phases are not compared: with or without gradients at their start.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and attention that such a
-layer keeps.
+"""Tensors that wait for the backward in host memory: inputs of recomputed layers, and attention they keep.
 
 A store has ``put(tensor)``, which returns a handle, and ``handle.get()`` returns the tensor with its strides
-and without a graph. It may be called again in a later backward of the same graph. The tensor is freed with
-its handle.
+and without a graph, also in a later backward of the same graph. The tensor is freed with its handle.
 
 A copy to the host runs on a stream of its own while the next layer computes. The store refers to the tensor
 until the stream that computes has waited for that copy, so the caching allocator cannot hand out its memory
@@ -13,8 +11,6 @@ too early, and the memory is free at a fixed point of the forward, however far t
 layer asks for starts the copies of the layer before. The last layer leaves its tensors where they are, since
 the backward asks for them at once.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -27,7 +23,7 @@ import torch.utils.checkpoint
 
 from ..recipe.recomputed import check_version
 from . import host_pool
-from .copy_streams import CudaStreams, NoStreams
+from .copy_streams import Streams
 from .device_memory import size_text
 
 # Smaller tensors stay on the device: a copy costs about 10 microseconds of host time.
@@ -80,8 +76,7 @@ class OnDevice:
 
 
 class HostStore:
-    """A store in host memory. It takes tensors between :meth:`begin` and :meth:`flush`, within
-    :meth:`layer`.
+    """A store in host memory. It takes tensors from :meth:`begin` to :meth:`flush`, within :meth:`layer`.
 
     Args:
         offload: True, or bytes of host memory; None: off until :meth:`turn_on`; False: always off.
@@ -113,8 +108,7 @@ class HostStore:
         self.is_on, self.most = state["is_on"], state["most"]
 
     def turn_on(self):
-        """Moves tensors from now on, unless ``offload=False`` forbids it; returns whether that is a
-        change."""
+        """Moves tensors from now on, unless ``offload=False``; returns whether that is a change."""
         turned = not self.is_on and self.offload is None
         self.is_on = self.is_on or turned
         return turned
@@ -166,7 +160,7 @@ class HostStore:
         before = group.before()
         is_shared = before is not None and address in before.addresses
         if self.streams is None:
-            self.streams = _streams(tensor.device)
+            self.streams = Streams(tensor.device)
             self.pool = host_pool.HostPool(self.limit, self.streams.block)
         is_elsewhere = tensor.device != self.streams.device
         if group.stays or is_shared or is_elsewhere or not can_move(tensor) or _is_captured(tensor):
@@ -184,8 +178,7 @@ class HostStore:
     # --- numbers --------------------------------------------------------------------------------------------
 
     def shortage(self, ratio, attention=0):
-        """Bytes that have no room on the host in a step of ``ratio`` times the tokens of any before, which
-        moves so many bytes of attention."""
+        """Bytes without room on the host in a step of ``ratio`` times the tokens, with that attention."""
         beyond = ratio * self.most + attention - self._held
         if beyond <= 0:
             return 0
@@ -349,10 +342,6 @@ def _unpack(packed):
     return packed.get() if isinstance(packed, Kept | Moved) else packed
 
 
-def _streams(device):
-    return CudaStreams(device) if device.type == "cuda" else NoStreams(device)
-
-
 def _is_captured(tensor):
     # Events of steps before a capture do not belong to its graph.
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -370,15 +359,4 @@ def _is_large(tensor):
 
 def can_move(tensor):
     """True for a tensor that a copy brings back as it is, and that is worth it."""
-    return _is_large(tensor) and _is_dense(tensor)
-
-
-def _is_dense(tensor):
-    """True if the elements fill their memory, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return tensor.numel() > 0
+    return _is_large(tensor) and torch.ops.aten.is_non_overlapping_and_dense.default(tensor)

@@ -2,11 +2,8 @@
 """The steps of a plan: what each layer of a model keeps, chosen before a step and measured after it.
 
 A planner watches two hooks: one before the first decoder layer, where a step starts, and one after the last.
-It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all of their
-activations.
+It starts with full checkpointing, measures a step, and then lets layers keep their attention, or all.
 """
-
-from __future__ import annotations
 
 import itertools
 import sys
@@ -18,6 +15,7 @@ import torch
 
 from . import decoder_layers, device_memory, plan_text
 from .activation_bytes import Probe
+from .attention_calls import intercept
 from .layer_times import LayerTimer, estimated, hides_copies
 from .memory_plan import MemoryPlan, Saving, path
 from .step import BackwardHook, Step
@@ -146,7 +144,8 @@ class Planner:
         settings = (getattr(module, "config", None) for module in modules)
         self.agreement.check_same(len(self.layers))
         self.is_timed = hidden.is_cuda
-        self.switches.intercept()
+        for layer in self.layers:
+            intercept(layer)
         self.is_quadratic = any(getattr(c, "_attn_implementation", None) == "eager" for c in settings)
         self.longest = [0] * len(self._load(hidden))
         if self.tokens is not None:
@@ -175,8 +174,7 @@ class Planner:
         return growth > self.plan.layer * _MIN_GROWTH
 
     def _finish(self, phase, now, retries, ooms):
-        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after
-        it."""
+        """Adds the measurements of the last step; the arguments are phase and meter after it."""
         step = self.step
         if self.plan is not None and self._has_grown(phase, now):
             self.plan.outdate()
@@ -220,8 +218,7 @@ class Planner:
         )
 
     def _shrink(self, step, has_failed, reason):
-        """Lowers the plan after a step without room: by half, or by a layer's bytes. Below level 0 is the
-        host."""
+        """Lowers the plan by half, or by a layer's bytes; below level 0 inputs go to the host."""
         if not step.kept:
             self._offload(reason)
             return
@@ -367,7 +364,7 @@ class Planner:
         for layer in self.layers[self.fixed :] if self.is_timed else []:
             kind = decoder_layers.kind(layer)
             if kind not in self.timers and all(layer is not other for other in counted):
-                self.timers[kind] = LayerTimer(self.switches.recomputing(layer))
+                self.timers[kind] = LayerTimer(decoder_layers.checkpointing_of(layer))
                 self.switches.use(layer, self.timers[kind])
 
     # --- words ----------------------------------------------------------------------------------------------

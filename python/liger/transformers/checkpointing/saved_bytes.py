@@ -6,8 +6,6 @@ and values (``use_cache=False``), and an attention kernel that saves q, k, v, it
 its sums (FlashAttention, SDPA without a mask). The rotary tables, which all layers share, are not counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +23,7 @@ from ..recipe import trials
 from ..recipe.classes import recipe_of
 from . import decoder_layers
 
-# Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are
-# int64.
+# Statistics of norms, sums of attention, probabilities of routers; indices of experts.
 _FLOAT32, _INT64 = 4, 8
 # The row of what an attention kernel saves beyond its inputs.
 _KERNEL = "output, lse"
@@ -87,8 +84,7 @@ class Recomputed:
 
 
 def recomputed_layers(model: PreTrainedModel, dtype: torch.dtype) -> Recomputed:
-    """The same for :func:`liger.transformers.checkpoint`; arguments and errors as of
-    :func:`saved_in_layers`."""
+    """The same for :func:`liger.transformers.checkpoint`, see :func:`saved_in_layers`."""
     layers = _layers(model, dtype)
     one = model.config.get_text_config().hidden_size * dtype.itemsize
     attention = [sum(row.plain for row in rows if row.tensor == _KERNEL) for rows in layers]
@@ -112,8 +108,7 @@ def _layers(model, dtype):
 
 
 def uncounted_layers(model: PreTrainedModel) -> Counter[str]:
-    """Class names of the decoder layers that :func:`saved_in_layers` leaves out, because they have another
-    form."""
+    """Class names of the decoder layers of another form, which :func:`saved_in_layers` leaves out."""
     layers = decoder_layers.find(_decoder(model))
     return Counter(
         trials.original(layer).__name__

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One step of a planned model: the state of the allocator at its start, and whether its backward has
-started."""
-
-from __future__ import annotations
+"""One step of a planned model: the allocator at its start, and whether its backward has started."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -12,8 +9,7 @@ import torch
 
 @dataclass
 class Step:
-    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are
-    one step."""
+    """Forwards up to their backward; ``start``: allocated bytes before them."""
 
     start: int
     retries: int
@@ -35,14 +31,12 @@ class Step:
 
     @property
     def is_over(self):
-        """True if the backward has started, or the results of all forwards are gone, by an error for
-        example."""
+        """True if the backward has started, or all results are gone, by an error for example."""
         return self.backward or not any(graph() is not None for graph in self.graphs)
 
 
 class BackwardHook:
-    """Hook of an output that records the start of the backward, and has the meter note the peak at its
-    end."""
+    """Hook of an output: records the start of the backward, and has the meter note the peak after it."""
 
     def __init__(self, step, meter):
         self.step, self.meter = step, meter

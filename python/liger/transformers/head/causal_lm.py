@@ -4,13 +4,11 @@
 The trial calls the forward of the model between stand-ins for its other modules, which return artificial
 hidden states, and an artificial head, and observes what reaches the loss function. Then it calls it again
 with a head that computes the loss, and both must agree in the loss and in its gradient: in evaluation, in
-training and with every argument below. What the model does before the head does not matter, because a patched
-model also does it.
+training and with every argument below. What comes before the head does not matter: a patched model does it.
 """
 
 import copy
 import inspect
-import logging
 
 import torch
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
@@ -22,8 +20,6 @@ from .loss import CausalLMRecipe
 from .loss_call import LOSS_KEYWORDS, HeadCall, LossCall
 from .stand_ins import DEFAULTS, HIDDEN, CrossEntropies, Head, Stub, Undecided
 
-logger = logging.getLogger("liger.transformers")
-
 CLASSES, TOKENS = 20, 5
 
 # The maximum size of an artificial head's weight: 256 MiB.
@@ -33,7 +29,6 @@ CHANGED = "between head and loss it changes the logits, or it computes its loss 
 READS = "between head and loss it uses the logits in a way in which the loss cannot take their place"
 CHANGED_LABELS = "it changes the labels before its loss function"
 ITSELF = "it calls torch's cross entropy itself, which only fused_linear_cross_entropy replaces"
-UNKNOWN = "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
 def causal_lm(module, fused):
@@ -57,7 +52,7 @@ def causal_lm(module, fused):
         return reason if fused else CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
     linear = getattr(layers[0], "base_layer", layers[0])
     found = _Trial(module, name, linear, loss, CLASSES, False).result()
-    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MAX_ELEMENTS:
+    if found in (trials.UNKNOWN, READS) and linear.out_features * HIDDEN < MAX_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.
         found = _Trial(module, name, linear, loss, linear.out_features, True).result()
     if fused:
@@ -118,10 +113,7 @@ class _Trial:
             try:
                 return self._decide()
             except trials.ERRORS as error:
-                # The error message is about the stand-in, not about the model, so it is logged only.
-                kind, cause = type(self.module).__name__, type(error).__name__
-                logger.debug("liger: no trial of a %s: %s: %s", kind, cause, error)
-                return UNKNOWN
+                return trials.no_trial(self.module, error)
 
     def _decide(self):
         seen = [self._observe(training=training) for training in (False, True)]
@@ -331,8 +323,7 @@ def _transform(logits, recorded):
 
 
 def _scale(logits, recorded, cap):
-    """The factor of the logits, from ordinary and small hidden states, where they saturate no tanh; 0 if all
-    do."""
+    """The factor of the logits, where they saturate no tanh; 0 if all do."""
     x, y = logits[:2].double(), recorded[:2].double()
     if cap is None:
         return _factor(x, y)

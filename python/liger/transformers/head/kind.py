@@ -5,8 +5,6 @@ A head is a plain nn.Linear, PEFT's LoRA layer around one, or PEFT's copies of o
 What tensor parallelism has made of a linear layer is in sharded.py. PEFT is not imported.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import NamedTuple
 
@@ -37,8 +35,7 @@ def kind_of(head) -> HeadKind:
 
 
 def linear_layers(head):
-    """The plain nn.Linear modules of a head: itself, or the copies in PEFT's wrapper for
-    ``modules_to_save``."""
+    """The plain linear layers of a head: itself, or PEFT's copies for ``modules_to_save``."""
     if isinstance(head, nn.Linear):
         return [head] if _is_plain(head) else []
     copies = getattr(head, "modules_to_save", None)
@@ -49,8 +46,7 @@ def linear_layers(head):
 
 
 def _is_plain(module):
-    # A quantised layer of bitsandbytes has another class, a quantised layer of torchao another kind of
-    # weight.
+    # Quantised layers have another class (bitsandbytes) or another kind of weight (torchao).
     return (
         isinstance(module, nn.Linear)
         and trials.original(module).forward is nn.Linear.forward

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss of an lm_head with low-rank adapters (LoRA), from their first products: logits
-``x W^T + down up^T``.
+"""The loss of an lm_head with LoRA adapters, from their first products: logits ``x W^T + down up^T``.
 
 ``down`` has r columns: the output of the adapters' first matrices, scaled. PEFT computes it, with dropout and
 hooks, and may have several adapters.
@@ -15,8 +14,7 @@ from ...ops.fused_linear_ce.lora import lora_ce
 
 
 def low_rank_parts(layer, x):
-    """((down, up) or None without active adapters, bias or None): the operands of the logits besides x and
-    W."""
+    """((down, up) or None without adapters, bias or None): operands of the logits besides x and W."""
     bias = layer.base_layer.bias
     if layer.disable_adapters or layer.merged:
         return None, bias
@@ -49,20 +47,9 @@ def low_rank_ce(
     softcap=None,
     memory_budget=None,
 ):
-    """``cross_entropy(x @ weight.T + bias + down @ up.T, target)``, the mean over valid rows.
+    """``cross_entropy(x @ weight.T + bias + down @ up.T, target)``: fused linear CE with adapters.
 
-    Args:
-        x: (N, H) and weight: (V, H), of one dtype, unless autocast casts them.
-        down: (N, r) and up: (V, r), of any dtype; they are rounded to the dtype of x, and their gradients are
-            not.
-        target: (N,) class indices.
-        bias: (V,) or None.
-        denominator: a number or a scalar tensor in place of the number of valid rows.
-        ignore_index, softcap: as in :func:`liger.cross_entropy`.
-        memory_budget: as in :func:`liger.fused_linear_ce`.
-
-    Returns:
-        The loss, a scalar; differentiable with respect to x, weight, down, up and bias.
+    down (N, r) and up (V, r) are rounded to the dtype of x; their gradients are not.
     """
     x, weight, bias = autocast_operands(x, weight, bias)
     options = CEOptions(

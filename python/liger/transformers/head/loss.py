@@ -11,6 +11,7 @@ that is sharded by tensor parallelism is in head/sharded.py.
 
 import functools
 import inspect
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,8 +29,7 @@ from .sharded import KIND, is_tensor_parallel, tensor_parallel_forward, why_from
 
 
 def loss_from_logits(logits, labels, vocab_size=None, *, shift=True, **keywords):
-    """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps
-    transformed."""
+    """Replaces ForCausalLMLoss. ``logits`` is the output of the head, perhaps transformed."""
     call = active.call
     if call is not None and call.has_loss_in(logits):
         return call.loss_of(logits, labels, keywords)
@@ -59,8 +59,7 @@ class HeadRecipe:
 
 
 def _call(original):
-    """The ``__call__`` of a patched head. What the head returns in place of logits is none of its hooks'
-    business."""
+    """The ``__call__`` of a patched head, whose hooks do not see what it returns as logits."""
 
     def call(self, *args, **kwargs):
         return LossCall.result_of_call(original.__call__(self, *args, **kwargs))
@@ -69,11 +68,9 @@ def _call(original):
 
 
 def compute_loss_first(head):
-    """Replaces the forward that transformers gave a head for tensor parallelism: in an active call it is the
-    loss.
+    """Replaces the forward that transformers gave a tensor-parallel head: in an active call it is the loss.
 
-    That forward calls the layer with local shards where gradients are disabled, so the loss must come before
-    it.
+    That forward calls the layer with local shards and without gradients, so the loss must come before it.
     """
     replaced = tensor_parallel_forward(head)
     if replaced is None:
@@ -194,19 +191,14 @@ class CausalLMRecipe:
 
     @property
     def follows_head(self):
-        """True if a linear layer that replaces the head is another such head: the trial did not depend on
-        classes."""
+        """True if a layer that replaces the head is another such head: no class decided the trial."""
         return self.classes is None and not self.shaped
 
     def head_of(self, model):
-        return functools.reduce(getattr, self.head_name.split("."), model)
-
-    def added_to(self, model):
-        return functools.reduce(getattr, self.added.split("."), model)
+        return operator.attrgetter(self.head_name)(model)
 
     def unused_because(self, model):
-        """Why the loss is computed from full logits although the model is patched; None if the head computes
-        it."""
+        """Why the loss is computed from full logits in a patched model; None if the head computes it."""
         if not self.fused:
             return None
         head = self.head_of(model)
@@ -270,8 +262,7 @@ def _patched_layers(head, recipe):
 
 
 def sharing_embeddings(module, heads):
-    """(an nn.Embedding with the weight shape of a head, its recipe) of each. Models may be tied after
-    patching, so shapes decide."""
+    """(embedding with the shape of a head, recipe) of each; models may be tied after patching."""
     shapes = [head.weight.shape for head in heads]
     for part in module.modules():
         if isinstance(part, nn.Embedding) and part.weight.shape in shapes:

@@ -7,6 +7,7 @@ computed inside the call of the head, where the hooks of FSDP2 and ZeRO-3 have g
 
 import functools
 import logging
+import operator
 import threading
 
 import torch
@@ -25,8 +26,7 @@ logger = logging.getLogger("liger.transformers")
 
 
 class ActiveCall(threading.local):
-    """The innermost call in this thread of a patched model with a head that computes the loss; None without
-    one."""
+    """The innermost call in this thread of a model whose head computes the loss, or None."""
 
     def __init__(self):
         # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
@@ -57,8 +57,7 @@ class LossCall:
         self.is_read = False
 
     def lookup(self, embedding, ids):
-        """The rows of an embedding that shares its weight with a head; None if the two need separate
-        gradients."""
+        """The rows of an embedding tied to a head; None if the two need separate gradients."""
         tied = any(
             isinstance(head, nn.Linear) and can_share(embedding, head) and self._hook_on_logits(head) is None
             for head in self.heads
@@ -131,8 +130,7 @@ class LossCall:
 
     @staticmethod
     def output_of_head(loss, hidden):
-        """The head's output for a loss: a DTensor if the hooks of tensor parallelism made one of its
-        input."""
+        """The output for a loss: a DTensor if hooks of tensor parallelism made one of the input."""
         if not is_dtensor(hidden):
             return loss
         active.call.mesh = hidden.device_mesh
@@ -140,8 +138,7 @@ class LossCall:
 
     @staticmethod
     def result_of_call(output):
-        """The result of a call of the head: its output, or the logits that a forward gives to torch's cross
-        entropy."""
+        """The head's output, or the logits that a forward gives to torch's cross entropy."""
         call = active.call
         if (
             call is None
@@ -164,7 +161,7 @@ class LossCall:
         target, options = target_and_options(hidden, self.labels, recipe.shift, **self.keywords)
         options["softcap"] = recipe.softcap
         if recipe.added is not None:
-            added = recipe.added_to(self.owner).reshape(-1).to(weight.dtype)
+            added = operator.attrgetter(recipe.added)(self.owner).reshape(-1).to(weight.dtype)
             bias = added if bias is None else bias + added
         self.shape = (*hidden.shape[:-1], len(weight) if recipe.classes is None else recipe.classes)
         rows, scale, classes = hidden.reshape(-1, hidden.shape[-1]), self.recipe.scale, self.recipe.classes

@@ -94,8 +94,7 @@ def whole_hidden(hidden):
 
 
 class _Copies(torch.autograd.Function):
-    """As many copies of a loss as there are processes, along a last dimension. The gradient comes from the
-    copy of this process."""
+    """A copy of a loss per process, along a last dimension; the gradient is the own copy's."""
 
     @staticmethod
     def forward(ctx, loss, processes, rank):
@@ -108,8 +107,7 @@ class _Copies(torch.autograd.Function):
 
 
 def as_output(loss, mesh):
-    """The loss as a DTensor that hooks on the output of a head can replicate, or shard along the last
-    dimension."""
+    """The loss as a DTensor that hooks of a head can replicate, or shard along the last dimension."""
     from torch.distributed.tensor import DTensor, Replicate
 
     copies = _Copies.apply(loss, mesh.size(), mesh.get_local_rank())

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand-ins of a trial for the modules around the loss of a model, which return artificial results or record
-what they get."""
+"""Stand-ins of a trial for the modules around the loss: they return fixed results, or record."""
 
 import inspect
 from dataclasses import dataclass

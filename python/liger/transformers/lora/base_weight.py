@@ -31,8 +31,7 @@ def state_of_four_bits(base):
 
 
 def dtype_of_four_bits(base, x):
-    """The dtype in which a 4-bit layer multiplies x; as its own forward does, it decides at its first
-    call."""
+    """The dtype in which a 4-bit layer multiplies x; decided at its first call, as by its forward."""
     if not base.compute_type_is_set:
         base.set_compute_type(x)
         base.compute_type_is_set = True
@@ -52,8 +51,7 @@ def dense(weight, state, dtype):
 
 
 def why_not_dense(base):
-    """None if the layer computes ``x W^T + bias`` with its dense weight W, else why not, as text. A plain
-    layer has no trial here."""
+    """Why a layer is not ``x W^T + bias`` with its dense weight, or None; only quantised ones get a trial."""
     weight = base._parameters.get("weight")
     if not (is_four_bit(base) or is_quantised(weight)):
         return None

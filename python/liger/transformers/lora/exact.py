@@ -48,8 +48,7 @@ def wide(a, b, scale=1.0):
 
 
 def add_product_(y, a, b):
-    """``y += a @ b`` for y of 16 bits and thin operands in float32, whose product has twice the precision of
-    y."""
+    """``y += a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
     count = 2 if y.dtype == torch.bfloat16 else 3
     lefts, rights = _parts(a, count), _parts(b, count)
     a = torch.cat([part for i, part in enumerate(lefts) for _ in range(count - i)], 1)

@@ -7,7 +7,6 @@ wrapper gives its factors to the patched experts instead. PEFT is not imported.
 
 import contextlib
 import functools
-import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +21,8 @@ from ...ops.grouped_experts.adapters import adapted_experts, adapter
 from ...ops.grouped_experts.routing import Gate
 from ..recipe import trials
 from ..recipe.classes import recipe_of
-from .layer import HOOKED, SEVERAL
+from ..recipe.local import Local
+from .layer import HOOKED, SEVERAL, is_of_peft, stand_in
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 UNPATCHED = "its experts are not patched"
@@ -30,29 +30,14 @@ SWITCHED = "PEFT takes merged adapters out of the weights first"
 TWICE = "it wraps a weight that another wrapper adapts"
 
 
-class _Local(threading.local):
-    def __init__(self):
-        # The experts that a wrapper calls, and weight -> its wrapper, the outermost first.
-        self.call = (None, None)
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def _calling(experts, wrappers):
-    before, _local.call = _local.call, (experts, wrappers)
-    try:
-        yield
-    finally:
-        _local.call = before
+# The experts that a wrapper calls, and weight -> its wrapper, the outermost first; or None.
+_call = Local()
 
 
 def is_wrapper(module):
     """True for PEFT's wrapper of a weight of experts."""
     return (
-        (getattr(trials.original(module).forward, "__module__", None) or "").startswith("peft.tuners.lora.")
-        and {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
+        is_of_peft(module, {"base_layer", "lora_A", "lora_B"})
         and module.__dict__.get("parameter_name") in WEIGHTS
     )
 
@@ -113,7 +98,7 @@ class ExpertWeightRecipe:
             experts, wrappers = found
             if not wrappers:
                 return experts(x, *args, **kwargs)
-            with _calling(experts, wrappers):
+            with _call.holding((experts, wrappers)):
                 return experts(x, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
@@ -121,7 +106,7 @@ class ExpertWeightRecipe:
 
 def wrappers_of(experts):
     """The wrappers of this thread's call of patched experts, or None."""
-    callee, wrappers = _local.call
+    callee, wrappers = _call.value or (None, None)
     return wrappers if callee is experts else None
 
 
@@ -153,7 +138,7 @@ def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
 def dense(experts, wrappers):
     """Inside, the weights of the experts are the sums that PEFT computes, in all threads."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_calling(None, None))
+        stack.enter_context(_call.holding(None))
         for wrapper in wrappers.values():
             stack.enter_context(wrapper._activate_lora(wrapper.active_adapters))
         yield
@@ -163,8 +148,7 @@ def dense(experts, wrappers):
 
 
 def expert_weight(module):
-    """A recipe, a string with the reason for leaving the module alone, or None for a module of another
-    kind."""
+    """A recipe, a reason for leaving the module alone, or None for a module of another kind."""
     if not is_wrapper(module) or recipe_of(module) is not None:
         return None
     cls = trials.original(module)
@@ -183,23 +167,11 @@ def _try(module):
     for is_swapped in (False, True):
         base = nn.Module()
         base.register_parameter("gate_up_proj", nn.Parameter(random(experts, 1, 1)))
-        stand_in = trials.stand_in(
-            module,
-            base_layer=base,
-            parameter_name="gate_up_proj",
-            lora_A={"default": first},
-            lora_B={"default": second},
-            scaling={"default": 0.75},
-            lora_variant={},
-            merged_adapters=[],
-            num_experts=experts,
-            _did_swap_in_out_features=is_swapped,
-            _disable_adapters=False,
-            _active_adapter="default",
-        )
+        own = {"num_experts": experts, "_did_swap_in_out_features": is_swapped}
+        layer = stand_in(module, base, first, second, 0.75, parameter_name="gate_up_proj", **own)
         try:
-            expected = type(stand_in).get_delta_weight(stand_in, "default")
-            ours = torch.bmm(*_factors(stand_in, not is_swapped, torch.float32))
+            expected = type(layer).get_delta_weight(layer, "default")
+            ours = torch.bmm(*_factors(layer, not is_swapped, torch.float32))
         except trials.ERRORS as error:
             return trials.no_trial(module, error)
         if trials.error(ours.mT if is_swapped else ours, expected) > 1:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PEFT's LoRA layers, read at each call: adapters are added, switched, merged and removed at any time. PEFT
-is not imported."""
+"""PEFT's LoRA layers, read at each call: adapters change at any time. PEFT is not imported."""
 
 from typing import NamedTuple
 
@@ -42,13 +41,31 @@ class Part(NamedTuple):
     rate: float = 0.0
 
 
+def is_of_peft(layer, parts):
+    """True for a module with the forward of a LoRA layer of PEFT and submodules of these names."""
+    module = getattr(trials.original(layer).forward, "__module__", None) or ""
+    return module.startswith("peft.tuners.lora.") and parts <= layer._modules.keys()
+
+
 def is_lora(layer):
     """True for a module with the parts of PEFT's LoRA layer around a linear layer."""
-    modules = layer._modules
-    return (
-        (getattr(trials.original(layer).forward, "__module__", None) or "").startswith("peft.tuners.lora.")
-        and {"base_layer", "lora_A", "lora_B", "lora_dropout"} <= modules.keys()
-        and isinstance(modules["base_layer"], nn.Linear)
+    parts = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+    return is_of_peft(layer, parts) and isinstance(layer._modules["base_layer"], nn.Linear)
+
+
+def stand_in(module, base, first, second, scale, **attributes):
+    """A stand-in (:func:`trials.stand_in`) for a LoRA layer with one adapter of two linear layers."""
+    return trials.stand_in(
+        module,
+        base_layer=base,
+        lora_A={"default": first},
+        lora_B={"default": second},
+        scaling={"default": scale},
+        lora_variant={},
+        merged_adapters=[],
+        _disable_adapters=False,
+        _active_adapter="default",
+        **attributes,
     )
 
 
@@ -172,8 +189,7 @@ def part_of(layer, x):
 
 
 def base_part(base, x):
-    """The operands of a frozen linear layer without adapters, whose hooks the caller has looked at; or
-    None."""
+    """The operands of a frozen linear layer without adapters, hooks aside; or None."""
     weight, dtype = _weight(base), compute_dtype(x)
     if dtype is None or weight.device != x.device or is_dtensor(weight):
         return None

@@ -38,8 +38,7 @@ def _factors(ctx):
 
 
 def plain_weights(parts):
-    """The weights that a node saves. Quantised ones stay with their layer: hooks on saved tensors would
-    return plain tensors."""
+    """The weights that a node saves; hooks on saved tensors would return quantised ones as plain."""
     return [None if p.state is not None or is_quantised(p.weight) else p.weight for p in parts]
 
 

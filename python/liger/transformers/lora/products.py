@@ -141,8 +141,7 @@ class Gradients(NamedTuple):
 
 
 def ups_of(grads, low):
-    """Per part (rows, r) the gradient of its columns of ``h``, or None; ``grads``: of the results, as
-    rows."""
+    """Per part (rows, r) the gradient of its columns of ``h``, or None; ``grads`` are rows."""
     return [None if b is None else _times(grad, b) for grad, b in zip(grads, low.bs, strict=True)]
 
 

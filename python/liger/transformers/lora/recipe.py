@@ -9,7 +9,6 @@ import ast
 import functools
 import inspect
 import textwrap
-import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,20 +17,17 @@ from torch import nn
 from ..._core.op.autograd import is_traced
 from ..recipe import trials
 from ..recipe.classes import instance_forward, recipe_of
+from ..recipe.local import Local
 from .base_weight import why_not_dense
-from .layer import Part, is_lora, part_of, why_not
+from .layer import Part, is_lora, part_of, stand_in, why_not
 from .linear import linears
 
 # Attribute of the first layer of a group: the layers after it.
 _FOLLOWERS = "_liger_followers"
 
 
-class _Local(threading.local):
-    # (x, its version, layer -> its result) of the latest group.
-    ahead = None
-
-
-_local = _Local()
+# (x, its version, layer -> its result) of the latest group.
+_ahead = Local()
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,12 @@ class LoraLinearRecipe:
 
 
 def _found_ahead(layer, x):
-    ahead = _local.ahead
+    ahead = _ahead.value
     if ahead is None or ahead[0] is not x or ahead[1] != x._version:
         return None
     found = ahead[2].pop(layer, None)
     if not ahead[2]:
-        _local.ahead = None
+        _ahead.value = None
     return found
 
 
@@ -73,7 +69,7 @@ def _run_group(layer, part, followers, x):
     parts = {follower: each for follower, each in parts.items() if each is not None}
     same = {f: p for f, p in parts.items() if (p.a.dtype, p.a.shape[1]) == (part.a.dtype, part.a.shape[1])}
     result, *others = linears(x, [part, *same.values()])
-    _local.ahead = (x, x._version, dict(zip(same, others, strict=True))) if others else None
+    _ahead.value = (x, x._version, dict(zip(same, others, strict=True))) if others else None
     return result
 
 
@@ -81,8 +77,7 @@ def _run_group(layer, part, followers, x):
 
 
 def lora_linear(module):
-    """A recipe, a string with the reason for leaving the module alone, or None for a module of another
-    kind."""
+    """A recipe, a reason for leaving the module alone, or None for a module of another kind."""
     if not is_lora(module) or recipe_of(module) is not None:
         return None
     cls = trials.original(module)
@@ -100,21 +95,13 @@ def _try(module):
     for linear in (base, first, second):
         for parameter in linear.parameters():
             parameter.data = random(*parameter.shape)
-    stand_in = trials.stand_in(
-        module,
-        base_layer=base,
-        lora_A={"default": first},
-        lora_B={"default": second},
-        lora_dropout={"default": nn.Identity()},
-        scaling={"default": scale},
-        lora_variant={},
-        merged_adapters=[],
-        fan_in_fan_out=False,
-        cast_input_dtype_enabled=True,
-        _disable_adapters=False,
-        _active_adapter="default",
-    )
-    expected = trials.result_of(module, stand_in, x)
+    own = {
+        "lora_dropout": {"default": nn.Identity()},
+        "fan_in_fan_out": False,
+        "cast_input_dtype_enabled": True,
+    }
+    layer = stand_in(module, base, first, second, scale, **own)
+    expected = trials.result_of(module, layer, x)
     if isinstance(expected, str):
         return expected
     part = Part(base.weight.detach(), None, base.bias.detach(), first.weight, second.weight, scale)
@@ -124,7 +111,7 @@ def _try(module):
 
     if trials.error(ours(x), expected) > 1:
         return "it does not compute x W^T + s x A^T B^T"
-    theirs = type(stand_in).forward.__get__(stand_in)
+    theirs = type(layer).forward.__get__(layer)
     return LoraLinearRecipe() if trials.same_gradients(ours, theirs, x) else trials.OTHER_GRADIENTS
 
 
@@ -134,7 +121,8 @@ def _try(module):
 def group_layers(module):
     """Makes groups of the patched LoRA layers among the children of a module that its forward calls with one
     argument. Only a hint: results are right whatever the forward does."""
-    layers = {name: child for name, child in module._modules.items() if _is_patched(child)}
+    children = module._modules.items()
+    layers = {name: child for name, child in children if isinstance(recipe_of(child), LoraLinearRecipe)}
     for child in layers.values():
         child.__dict__.pop(_FOLLOWERS, None)
     if len(layers) < 2 or instance_forward(module) is not None:
@@ -143,10 +131,6 @@ def group_layers(module):
         group = [layers[name] for name in names if name in layers]
         if len(group) > 1:
             group[0].__dict__[_FOLLOWERS] = tuple(group[1:])
-
-
-def _is_patched(module):
-    return isinstance(recipe_of(module), LoraLinearRecipe)
 
 
 @functools.cache
@@ -174,8 +158,7 @@ _UNSURE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.Dic
 
 
 def _calls(node):
-    """(name of a submodule, name of the variable that it is called with) of ``self.name(variable)``, in the
-    order of evaluation."""
+    """(submodule, variable) of each ``self.submodule(variable)``, in the order of evaluation."""
     if isinstance(node, _UNSURE):
         return
     for child in ast.iter_child_nodes(node):

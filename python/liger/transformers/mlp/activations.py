@@ -15,7 +15,6 @@ from ...ops.gated import GELU_NAMES
 from ...ops.relu_squared import relu_squared
 from ..recipe import trials
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Variant of an activation -> (option of patch, function).
 _FUNCTIONS: dict[str, tuple[str, Any]] = {
     "relu_squared": ("relu_squared", relu_squared),
@@ -38,7 +37,7 @@ class ActivationRecipe:
         _, function = _FUNCTIONS[self.variant]
 
         def forward(self, *args, **kwargs):
-            if kwargs or len(args) != 1 or args[0].dtype not in _DTYPES or args[0].dim() == 0:
+            if kwargs or len(args) != 1 or args[0].dtype not in trials.DTYPES or args[0].dim() == 0:
                 return original.forward(self, *args, **kwargs)
             return function(args[0])
 

@@ -3,8 +3,7 @@
 ``experts_implementation="liger"``.
 
 transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
-A trial tells what the module computes from them; its router, and the losses of the router, are not part of
-it.
+A trial tells what the module computes from them; router and losses of the router are not part of it.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import logging
 import math
 from typing import ClassVar
 
@@ -27,8 +25,6 @@ from ..lora.expert_weights import WEIGHTS
 from ..recipe import trials
 from ..recipe.classes import is_hooked
 from .recipe import HOOKED
-
-logger = logging.getLogger("liger.transformers")
 
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 ALPHA_NAMES = ("alpha", "swiglu_alpha")
@@ -78,8 +74,7 @@ class ExpertsRecipe:
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
     def takes(self, module, hidden_states, top_k_index):
-        """True if the op supports these tensors: not mixed dtypes, quantised weights, DTensors mixed with
-        plain tensors."""
+        """True if the op takes these: one dtype, not quantised, all DTensors or none."""
         parameters, device = self.parameters(module), hidden_states.device.type
         dtypes = {p.dtype for p in parameters}
         return (
@@ -139,13 +134,10 @@ def experts(module, activations):
     if is_transposed is None:
         return "its projections do not have the shapes of gated experts"
     found = _try_experts(module, is_transposed, len(names) == 4)
-    if isinstance(found, ExpertsRecipe) and not _is_asked(found.activation, activations):
-        return None
+    if isinstance(found, ExpertsRecipe):
+        activation = "silu" if found.activation == "gpt_oss" else found.activation
+        return found if activation in activations else None
     return found
-
-
-def _is_asked(activation, activations):
-    return ("silu" if activation == "gpt_oss" else activation) in activations
 
 
 def _layout(module):
@@ -182,14 +174,9 @@ def _try_experts(module, is_transposed, has_bias):
     if has_bias:
         parameters |= {BIASES[0]: random(count, 2 * intermediate), BIASES[1]: random(count, hidden)}
     stand_in = trials.stand_in(module, **parameters, **_own_attributes(module, count, hidden, intermediate))
-    try:
-        expected = type(stand_in).forward(stand_in, x, index, weights)
-        training = type(stand_in).forward(trials.in_training(stand_in), x, index, weights)
-    except trials.ERRORS as error:
-        logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
-        return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
-    if not torch.equal(expected, training):
-        return "in training it computes something else than in evaluation, by dropout for example"
+    expected = trials.result_of(module, stand_in, x, index, weights)
+    if isinstance(expected, str):
+        return expected
 
     def by_scale(y):
         return y.reshape(len(trials.SCALES), -1)
@@ -225,8 +212,7 @@ def _own_attributes(module, count, hidden, intermediate):
     if "act_fn" in module._modules:
         found["act_fn"] = module._modules["act_fn"]
     if hasattr(module, "config"):
-        # Another implementation would decide what the trial computes, on a copy: the model has the
-        # configuration.
+        # Another implementation would decide the trial; a copy, since the model has the configuration.
         found["config"] = copy.copy(module.config)
         setattr(found["config"], f"{IMPLEMENTATION}_internal", "eager")
     return found
@@ -237,11 +223,9 @@ def _own_attributes(module, count, hidden, intermediate):
 
 @torch.compiler.assume_constant_result
 def _recognised(module):
-    """The fields of the recipe of a module that is not patched; stored in the module, since every forward
-    needs them.
+    """The fields of the recipe of a module that is not patched; stored in it, for every forward.
 
-    A compiler calls this function instead of tracing the trial, and takes a tuple of plain values for
-    constant.
+    A compiler calls this function, instead of tracing the trial, and takes a tuple of values for constant.
 
     Raises:
         ValueError: the op does not compute what the module computes.
@@ -264,8 +248,7 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
 
 
 def register():
-    """Makes ``experts_implementation="liger"`` known to transformers, where that has an interface for
-    experts."""
+    """Makes ``experts_implementation="liger"`` known, where transformers has the interface."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:

@@ -15,14 +15,13 @@ import functools
 from torch import nn
 
 from ..recipe import trials
-from .recipe import MLPRecipe, TiledMLPRecipe
+from .recipe import ACTIVATION_NAMES, MLPRecipe, TiledMLPRecipe
 
 MLP_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
 # Activations of gated MLPs, in the order of trials.
 SWIGLU_ACTIVATIONS = ("silu",)
 GEGLU_ACTIVATIONS = ("gelu_tanh", "gelu")
 TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
-ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
 def mlp(module, activations, inplace, recompute=False, lora_linear=False):

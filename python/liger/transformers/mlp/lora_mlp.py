@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A gated MLP with LoRA adapters as one autograd node. It saves x, gate and up, and of each adapter its first
-product (rows, r).
+"""A gated MLP with LoRA adapters as one node that saves x, gate, up and each adapter's product (rows, r).
 
 The backward kernel of the gated product also writes the product, from which the gradient of the adapter of
 down_proj follows. Frozen weights get no gradient.
@@ -69,7 +68,7 @@ class _GatedLora(torch.autograd.Function):
     def forward(ctx, given, x, *tensors):
         product, low_down = given.pop("product"), given["lows"][1]
         (result,) = products.linear_products(product, given["parts"][-1:], low_down)
-        for name in ("form", "inplace", "emits", "parts", "need_x"):
+        for name in ("form", "inplace", "parts", "need_x"):
             setattr(ctx, name, given.pop(name))
         given.clear()
         ctx.saved, ctx.shape, ctx.dtype = x.grad_fn, x.shape, x.dtype
@@ -85,7 +84,7 @@ class _Context:
 
     def __init__(self, ctx):
         self.saved_tensors = ctx.saved.saved_tensors
-        for name in ("form", "inplace", "emits", "parts", "need_x", "needs_input_grad", "shape", "dtype"):
+        for name in ("form", "inplace", "parts", "need_x", "needs_input_grad", "shape", "dtype"):
             setattr(self, name, getattr(ctx, name))
 
 
@@ -124,7 +123,7 @@ def _backward(ctx, grad):
     return None, grad_x, *found.parts, *found_down.parts
 
 
-def gated_lora(form, parts, x, inplace, emits):
+def gated_lora(form, parts, x, inplace):
     """``down(product of gate and up)``, see :func:`parts_of`. It takes the arguments of
     :func:`.gated_linear.gated_linear`, but parts and x."""
     tensors = operands(parts)
@@ -137,7 +136,6 @@ def gated_lora(form, parts, x, inplace, emits):
     given = {
         "form": form,
         "inplace": inplace and non_overlapping(gate_up),
-        "emits": emits,
         "parts": parts,
         "need_x": x.requires_grad,
         "product": product,
@@ -148,7 +146,7 @@ def gated_lora(form, parts, x, inplace, emits):
     through = _Saved.apply(
         anchor,
         x,
-        (x if operand is x else operand) if saves_x else None,
+        operand if saves_x else None,
         *gate_up,
         *plain_weights(parts),
         *low.tensors(),

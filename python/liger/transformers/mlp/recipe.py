@@ -19,7 +19,7 @@ from ...ops.tiled_mlp.tiled import tiled
 from ..recipe import recomputed
 from ..recipe.classes import is_hooked
 from ..recipe.reuse import linear_over
-from .gated_linear import SAME_VALUE_IN_BACKWARD, Form, applies, gated_linear
+from .gated_linear import Form, applies, gated_linear
 from .lora_mlp import gated_lora, parts_of
 
 # Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
@@ -36,6 +36,7 @@ _GATED = {
 }
 
 
+ACTIVATION_NAMES = ("act_fn", "activation_fn")
 HOOKED = "its activation has hooks, which the op would not call"
 DROPS = "its dropout has a rate above 0 or hooks, which the op would not apply"
 
@@ -45,15 +46,13 @@ def _drops(module, names):
     return any(getattr(module, name).p > 0 or is_hooked(getattr(module, name)) for name in names)
 
 
-# Names of the activation in gated MLPs.
-_ACTIVATION_NAMES = ("act_fn", "activation_fn")
-
-
 @functools.cache
 def _form(activation, packed):
     if activation == "silu":
-        return Form("swiglu", packed, ())
-    return Form("geglu", packed, (next(a for a, name in GELU_NAMES.items() if name == activation),))
+        return Form("swiglu", packed, (), emits=True)
+    approximate = next(a for a, name in GELU_NAMES.items() if name == activation)
+    # By tanh, the backward kernel has other bits than the forward kernel.
+    return Form("geglu", packed, (approximate,), emits=activation == "gelu")
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,16 @@ class MLPRecipe:
         projections = [getattr(module, name) for name in self.inputs]
         parts = parts_of(projections, module.down_proj, x) if self.lora_linear else None
         if parts is not None:
-            emits = self.activation in SAME_VALUE_IN_BACKWARD
-            return gated_lora(_form(self.activation, self.packed), parts, x, self.inplace, emits)
+            return gated_lora(_form(self.activation, self.packed), parts, x, self.inplace)
         inplace = self.inplace and all(map(caller_owns_output, projections))
         gate_up = [projection(x) for projection in projections]
-        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather
-        # it.
+        # A DTensor may be sharded across the border of gate and up; the packed op would gather it.
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
         else:
             if self.recompute and applies(module.down_proj, gate_up):
-                emits = self.activation in SAME_VALUE_IN_BACKWARD
-                return gated_linear(
-                    _form(self.activation, self.packed), module.down_proj, gate_up, inplace, emits
-                )
+                return gated_linear(_form(self.activation, self.packed), module.down_proj, gate_up, inplace)
             _, separate, packed = _GATED[self.activation]
             product = (packed if self.packed else separate)(*gate_up, inplace=inplace)
             if self.recompute and recomputed.is_active():
@@ -168,7 +162,7 @@ class TiledMLPRecipe:
         def forward(self, *args, **kwargs):
             if kwargs or len(args) != 1 or is_dtensor(args[0]):
                 return original.forward(self, *args, **kwargs)
-            x, act_name = args[0], next(name for name in _ACTIVATION_NAMES if hasattr(self, name))
+            x, act_name = args[0], next(name for name in ACTIVATION_NAMES if hasattr(self, name))
             if is_hooked(getattr(self, act_name)) or _drops(self, recipe.dropouts):
                 function = functools.partial(original.forward, self)
                 return tiled(function, x, num_shards=recipe._shards(x))

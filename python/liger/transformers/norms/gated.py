@@ -12,7 +12,7 @@ import torch
 from ..._core.dtensor.inputs import is_dtensor
 from ...ops.rms_norm_gated import rms_norm_gated
 from ..recipe import trials
-from .norm import DTYPES, EPS_NAMES
+from .norm import EPS_NAMES
 
 # Attributes with the size of a group of features, and with the number of groups.
 _GROUP_SIZE, _GROUP_COUNT = "group_size", "n_groups"
@@ -43,7 +43,7 @@ class GatedNormRecipe:
         return rms_norm_gated(x, gate, weight, eps, self.offset, self.casting_mode, *gating)
 
     def takes(self, x, gate, weight):
-        if not isinstance(gate, torch.Tensor) or gate.shape != x.shape or x.dtype not in DTYPES:
+        if not isinstance(gate, torch.Tensor) or gate.shape != x.shape or x.dtype not in trials.DTYPES:
             return False
         dtypes = (x.dtype, torch.float32) if self.narrow else (x.dtype,)
         same = gate.dtype == x.dtype and weight.dtype in dtypes

@@ -2,8 +2,7 @@
 """Norms: the forward of a patched class, and the trial that finds it.
 
 Root-mean-square norms with and without a weight (zero-centred ones too), and layer norms with and without
-weight and bias. Which of them a class computes follows from a trial; its name only selects the classes that
-get one.
+weight and bias. Which of them a class computes, a trial tells; its name decides if it gets one.
 """
 
 import dataclasses
@@ -25,20 +24,16 @@ EPS_NAMES = ("variance_epsilon", "eps")
 # Values of eps in the code of norms that have no such attribute (OLMo's).
 _LITERAL_EPS = (1e-5, 1e-6)
 _NAMES = ("RMSNorm", "LayerNorm", "L2Norm")
-# (offset, casting_mode) in the order of trials: Llama and similar models, Gemma, variants, norms without
-# casts.
+# (offset, casting_mode) to try: Llama and similar, Gemma, variants, norms without casts.
 _RMS_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it; None there means
-    float32's.
+    """``kind`` is the op. ``eps`` is a value, or an attribute's name; None there means float32's.
 
-    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast:
-    ``"narrow"``, the
-        dtype of x, ``"wide"``, float32, or None if the op does not give that result.
+    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``
+        (x's), ``"wide"`` (float32), or None if the op does not give that result.
     """
 
     kind: str
@@ -64,10 +59,9 @@ class NormRecipe:
         return torch.finfo(torch.float32).eps if eps is None else eps
 
     def operand(self, module, x, *tensors):
-        """x as the op takes it; None where the op does not give what the original gives, including the
-        dtype."""
+        """x as the op takes it; None where result or dtype would differ from the original's."""
         # The norms of torch return float32 in autocast.
-        if x.dtype not in DTYPES or (self._is_of_torch(module) and _autocast_widens(x)):
+        if x.dtype not in trials.DTYPES or (self._is_of_torch(module) and _autocast_widens(x)):
             return None
         dtype = x.dtype
         for t in tensors:
@@ -105,8 +99,7 @@ class NormRecipe:
 
 
 def _kept(weight):
-    """A weight as a recomputation may read it before the backward of the norm, in which ZeRO-3 gathers it
-    again."""
+    """A weight as a recomputation reads it, before ZeRO-3 gathers it again in the norm's backward."""
     return weight.detach().clone() if hasattr(weight, "ds_id") else weight
 
 
@@ -116,8 +109,7 @@ def _autocast_widens(x):
 
 
 def norm(module, kinds=("rms_norm", "layer_norm")):
-    """A recipe of one of the kinds, a reason, or None for a module that is no norm or a norm of another
-    kind."""
+    """A recipe of one of the kinds, a reason, or None for another module or kind."""
     cls = trials.original(module)
     if not any(word in cls.__name__ for word in _NAMES) or "Gated" in cls.__name__ or module._modules:
         return None

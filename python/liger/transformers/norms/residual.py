@@ -3,8 +3,7 @@
 
 Layers of the form ``s = x + attention(norm(x)); return s + mlp(norm(s))``, with or without more norms around
 attention and MLP. The patched forward calls attention, MLP and the other norms as modules. It fuses the
-addition with the norm that follows it, unless that norm has hooks or was replaced, because the op does not
-call the module.
+addition with the norm behind it, unless that has hooks or was replaced: the op does not call the module.
 """
 
 import functools
@@ -21,8 +20,7 @@ from .norm import NormRecipe
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a module: for each of them the name of a parameter of the layer, or a constant in a
-    tuple."""
+    """Arguments of a module: names of parameters of the layer, or constants in a tuple."""
 
     positional: tuple
     keywords: tuple
@@ -46,8 +44,7 @@ HIDDEN = "\0hidden"
 
 @dataclass(frozen=True)
 class AddNormRecipe:
-    """The names of the submodules in the order of their calls; None for norms that the layer does not
-    have."""
+    """The names of the submodules in the order of their calls; None for norms that it lacks."""
 
     before: str | None
     attention: str
@@ -61,8 +58,7 @@ class AddNormRecipe:
     # True if the layer gives the output of attention and MLP its own shape, because they may return rows.
     attention_rows: bool = False
     mlp_rows: bool = False
-    # Parameters that the layer tests for truth (output_attentions). With a value other than None or False it
-    # is not fused.
+    # Parameters that the layer tests for truth; it is not fused if one is neither None nor False.
     flags: tuple = ()
     # True if the backward recomputes the outputs of norms and gated products (recomputed.py).
     recompute: bool = False
@@ -113,8 +109,7 @@ def _add_and_normalise(module, update, x):
     if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(module, x):
         weight = getattr(module, "weight", None) if recipe.weighted else None
         same = update.shape == x.shape and update.dtype == x.dtype and is_dtensor(update) == is_dtensor(x)
-        # An x that must be widened for the norm is narrower than the sum that the norm would return with its
-        # result.
+        # An x that must be widened is narrower than the sum that the op would return.
         if same and recipe.operand(module, x, weight) is x:
             eps = recipe.eps_of(module)
             hidden, total = fused_add_rms_norm(update, x, weight, eps, recipe.offset, recipe.casting_mode)
@@ -126,14 +121,12 @@ def _add_and_normalise(module, update, x):
 
 
 def _same_kernel_shape(update, x):
-    """True if the norm of the stored sum reduces rows in the order of the fused op, which reads these tensors
-    too."""
+    """True if the norm of the stored sum reduces rows in the order of the fused op."""
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (update, x))
 
 
 class Parameters:
-    """The parameters of the forward of a layer, after ``self``; ``supported``: each can be passed by
-    position."""
+    """The parameters of a layer's forward; ``supported``: each can be passed by position."""
 
     def __init__(self, forward):
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The trial of a decoder layer decides if norms/residual.py may fuse its residual addition with the next
-norm.
+"""The trial of a decoder layer: whether norms/residual.py may fuse its addition with the next norm.
 
 The trial calls the forward of the layer with stand-ins for its submodules, which record their arguments.
 """
@@ -145,8 +144,7 @@ class _LayerTrial:
         self.matrices = random(16, 16), random(16, 16)
         names = (*parameters.names[1:], "\0extra")
         self.arguments = {name: _Argument(name, tested, flags) for name in names}
-        # rows: True for attention and for the MLP if it returns rows of tokens. wide: True if they return
-        # float32.
+        # rows: whether attention and MLP return rows of tokens; wide: whether they return float32.
         self.rows, self.wide = (False, False), False
 
     def stand_in(self, dtype):
@@ -182,8 +180,7 @@ class _LayerTrial:
         return transform
 
     def given(self, without):
-        """Arguments of the layer, with the default or None for some of them, and one that the layer does not
-        name."""
+        """Arguments of the layer, some left at default or None, and one that it does not name."""
         defaults, extra = self.parameters.defaults, {}
         given = {n: defaults.get(n) if n in without else self.arguments[n] for n in self.parameters.names[1:]}
         if self.parameters.takes_extra and not without:

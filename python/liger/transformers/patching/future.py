@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Patching of models that are constructed later."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator
@@ -20,8 +18,7 @@ _PARTS = ("", "_text", "_vision", "_audio", "_text_model", "_vision_model")
 
 @dataclass
 class _Hook:
-    """The options by model type of a base class whose ``post_init`` is replaced, and its own ``post_init`` or
-    None."""
+    """The options by model type of a class with a replaced ``post_init``, and its own one or None."""
 
     own: Any
     options: dict[str, Options] = field(default_factory=dict)

@@ -157,8 +157,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def with_options(function: _Function) -> _Function:
-    """Replaces ``**options`` by every option and its default in the signature that ``help`` and notebooks
-    show."""
+    """Shows every option and its default, instead of ``**options``, in help and notebooks."""
     signature = inspect.signature(function, eval_str=False)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = inspect.signature(Options).parameters.values()
@@ -168,8 +167,7 @@ def with_options(function: _Function) -> _Function:
 
 
 def check_names(caller: str, names: Iterable[str]) -> None:
-    """Raises TypeError for a keyword that is no option; the message names the options and the most similar
-    one."""
+    """Raises TypeError for a keyword that is no option, and names the options and the most similar."""
     for name in names:
         if name not in NAMES:
             similar = difflib.get_close_matches(name, NAMES, n=1)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``patch`` and ``unpatch``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -120,8 +118,7 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
 
 
 def say(line: str) -> None:
-    """Prints a line on one process of each machine, unless the logger shows its messages of level INFO
-    already."""
+    """Prints a line on one process of each machine, unless the logger shows such messages already."""
     shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
     if not shown and os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
@@ -193,8 +190,7 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
 
 
 def _recipe(module, options):
-    """The recipe of one module, a string with the reason for leaving it alone, or None for a module of
-    another kind."""
+    """The recipe of a module, a reason for leaving it alone, or None for a module of another kind."""
     attempts = []
     if options.norms:
         attempts.append(functools.partial(norm.norm, kinds=options.norms))
@@ -228,8 +224,7 @@ def _recipe(module, options):
 
 
 def _recomputing(module, recipe):
-    """The recipe of a module with the option ``recompute``; the recipe of a decoder layer applies to all that
-    it calls."""
+    """The recipe with the option ``recompute``, which a decoder layer has for all that it calls."""
     if isinstance(recipe, AddNormRecipe):
         return dataclasses.replace(recipe, recompute=True)
     is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)

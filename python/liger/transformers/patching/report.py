@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The report of a patched model: which parts run on liger, which do not, and why."""
 
-from __future__ import annotations
-
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -88,13 +87,15 @@ class PatchReport:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        lines = [f"{count} x {kind}" for kind, count in _counted(self.replaced.values())]
+        lines = [f"{count} x {kind}" for kind, count in Counter(self.replaced.values()).items()]
         if self.recomputed:
             lines.append(f"{len(self.recomputed)} x recompute")
-        lines += [f"left {count} as before: {reason}" for reason, count in _counted(self.left.values())]
+        lines += [
+            f"left {count} as before: {reason}" for reason, count in Counter(self.left.values()).items()
+        ]
         for title, found in (("not asked for", self.not_asked_for), ("not looked at", self.not_looked_at)):
             if found:
-                counted = _counted(found.values())
+                counted = Counter(found.values()).items()
                 lines.append(f"{title}: " + ", ".join(f"{count} x {what}" for what, count in counted))
         if self.checkpointing:
             lines.append(f"checkpointing: {self.checkpointing}")
@@ -105,19 +106,19 @@ class PatchReport:
         """(part, count, what was done, why) for every kind of part."""
         rows = [
             (PARTS.get(kind, kind), n, f"replaced ({kind})", "")
-            for kind, n in _counted(self.replaced.values())
+            for kind, n in Counter(self.replaced.values()).items()
         ]
         if self.recomputed:
             rows.append((LAYER, len(self.recomputed), "recomputes cheap outputs (recompute)", ""))
         left = [(self.classes.get(name, "module"), reason) for name, reason in self.left.items()]
-        rows += [(part, n, "left as before", reason) for (part, reason), n in _counted(left)]
+        rows += [(part, n, "left as before", reason) for (part, reason), n in Counter(left).items()]
         rows += [
             (PARTS.get(kind, kind), n, "not asked for", "")
-            for kind, n in _counted(self.not_asked_for.values())
+            for kind, n in Counter(self.not_asked_for.values()).items()
         ]
         rows += [
             (_PART_OF.get(what, what), n, "not looked at", _WHY_NOT.get(what, ""))
-            for what, n in _counted(self.not_looked_at.values())
+            for what, n in Counter(self.not_looked_at.values()).items()
         ]
         return rows
 
@@ -133,14 +134,6 @@ class PatchReport:
         if self.checkpointing:
             lines.append(f"checkpointing: {self.checkpointing}")
         return "\n".join(lines)
-
-
-def _counted(items):
-    """(item, how often it occurs), in the order of the first occurrences."""
-    counts: dict = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return counts.items()
 
 
 def patch_report(model: nn.Module) -> PatchReport:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the
-original.
+"""Patched subclasses: patching sets the ``__class__`` of a module to one, unpatching restores the original.
 
 Attributes of the instance do not change: parameters, buffers, hooks and state_dict. ``copy.deepcopy`` and
-pickle preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same
-technique.
+pickle preserve the patch, other instances of the original class are not affected. FSDP2 does the same.
 
 A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns
 the members that the subclass overrides. It may have ``bases``: classes in which ``super()`` looks for a
@@ -70,8 +68,7 @@ def patched_class(original, recipe):
     }
     forward = members.get("forward")
     if forward not in (None, original.forward):
-        # torch.compile counts its recompilations per code object, which the functions of a recipe would
-        # share.
+        # torch.compile counts recompilations per code object, which classes of a recipe would share.
         forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{original.__name__}")
     if not issubclass(original, PreTrainedModel):
         members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
@@ -86,8 +83,7 @@ def _new_instance(original, recipe):
 
 
 def recipe_of(module):
-    """The recipe of a patched module, or None. FSDP2 derives classes from patched ones, which inherit the
-    recipe."""
+    """The recipe of a patched module, also of a class that FSDP2 derived from it; or None."""
     return getattr(type(module), "_liger_recipe", None)
 
 
@@ -130,14 +126,12 @@ def is_hooked(activation):
     return isinstance(activation, nn.Module) and first_hook(hooks_of(activation), ZERO) is not None
 
 
-# Their hooks gather weights, move and cast tensors, and count; other hooks may use the output and its
-# gradient.
+# Their hooks gather weights, move and cast tensors, count; others may use the output.
 _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger.")
 
 
 def changing_hook(module):
-    """The name of a forward hook of a module, or of all modules, that may change the output; None if there is
-    none."""
+    """The name of a forward hook that may change the output of a module, or None."""
     return _name_of_unknown(module._forward_hooks, hooks_of_all._global_forward_hooks)
 
 
@@ -157,8 +151,7 @@ def _name_of_unknown(*tables):
 
 
 def is_called_plainly(module, x, in_call=False):
-    """True if a call of the module with x does no more than its forward: hooks gather weights and record
-    results.
+    """True if a call of the module with x does no more than its forward; hooks may gather or record.
 
     The hooks of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); the
     hooks of accelerate do nothing where the weights are on the device of x.
@@ -166,15 +159,11 @@ def is_called_plainly(module, x, in_call=False):
     return (
         (
             not any(hooks_of(module))
-            or (_has_hooks_of_zero_alone(module) and (in_call or _stays_gathered(module)))
+            or (first_hook(hooks_of(module), ZERO) is None and (in_call or _stays_gathered(module)))
         )
         and (not overrides_forward(module) or moves_nothing(module, x))
         and not hooks_of_all._has_any_global_hook()
     )
-
-
-def _has_hooks_of_zero_alone(module):
-    return first_hook(hooks_of(module), ZERO) is None
 
 
 def _stays_gathered(module):
@@ -188,8 +177,7 @@ def _stays_gathered(module):
 
 
 def restore_class(module):
-    """Restores the original class. Raises RuntimeError if the class of the module was derived from the
-    patched one."""
+    """Restores the original class; RuntimeError if another was derived from the patched one."""
     if "_liger_original" in type(module).__dict__:
         give_class(module, type(module)._liger_original)
     elif recipe_of(module) is not None:

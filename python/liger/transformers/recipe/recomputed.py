@@ -4,15 +4,13 @@
 Autograd saves the input of each linear layer for the gradient of its weight. Where that input is the output
 of a cheap op whose own inputs are saved anyway, the backward can run the op again instead. Inside a decoder
 layer, ``saved_tensors_hooks`` recognise such an output by its memory and save a reference to the computation.
-The linear layers are not involved, so biases, adapters and quantised weights need nothing special. GEMMs are
-never recomputed.
+The linear layers are not involved, so nothing is special about adapters. GEMMs are never recomputed.
 
 Hooks switch off autograd's own test for in-place writes, so :func:`_unpack` repeats it for every tensor.
 """
 
 import contextlib
 import functools
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +19,13 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._core.op.autograd import is_transformed
+from .local import Local
 
-
-class _Local(threading.local):
-    # Address of an output -> its _Output, inside a decoder layer of the current thread; None outside.
-    outputs = None
-    # The hook of :func:`counting`.
-    counter = None
-
-
-_local = _Local()
+# Address of an output -> its _Output, inside a decoder layer.
+_outputs = Local()
+# A hook ``pack`` of ``saved_tensors_hooks`` that sees all tensors a layer saves, and may ask is_recomputed.
+_counter = Local()
+counting = _counter.holding
 
 
 # --- saved tensors ------------------------------------------------------------------------------------------
@@ -105,11 +100,8 @@ class _Output:
 
     def __init__(self, tensor, computation, index):
         # Views of a tensor may outlive it, so the reference is to the storage.
-        self.storage, self.computation, self.index = (
-            StorageWeakRef(tensor.untyped_storage()),
-            computation,
-            index,
-        )
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.computation, self.index = computation, index
         self.dtype, self.numel, self.version = tensor.dtype, tensor.numel(), tensor._version
 
     def is_memory_of(self, tensor):
@@ -147,7 +139,7 @@ def _found(tensor):
     """The output in the memory of a tensor, or None."""
     # Other types and layouts may have no address.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-        output = _local.outputs.get(tensor.data_ptr())
+        output = _outputs.value.get(tensor.data_ptr())
         if output is not None and output.is_memory_of(tensor):
             return output
     return None
@@ -171,7 +163,7 @@ def _unpack(saved):
 
 def is_active():
     """True if the outputs of ops are to be registered: inside :func:`recomputing`, not traced."""
-    return not is_compiling() and _local.outputs is not None
+    return not is_compiling() and _outputs.value is not None
 
 
 def register(function, inputs, outputs):
@@ -202,20 +194,18 @@ def _register(function, inputs, outputs):
         return
     computation = _Computation(function, inputs)
     for index, output in enumerate(outputs):
-        _local.outputs[output.data_ptr()] = _Output(output, computation, index)
+        _outputs.value[output.data_ptr()] = _Output(output, computation, index)
 
 
 def _applies():
-    """True if autograd records, and only autograd: neither transforms nor other hooks that decide what is
-    saved.
+    """True if autograd alone records: neither transforms nor other hooks that decide what is saved.
 
-    Checkpointing and offloading (``save_on_cpu``) are such hooks; the innermost ones win, so ours would
-    disable them.
+    Checkpointing and offloading (``save_on_cpu``) are such hooks; ours, the innermost, would disable them.
     """
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and _local.outputs is None
+        and _outputs.value is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and (_innermost_hook() is None or _is_counted())
         and not is_transformed()
@@ -228,49 +218,25 @@ def _innermost_hook():
 
 
 def _is_counted():
-    return _local.counter is not None and _innermost_hook() is _local.counter
-
-
-@contextlib.contextmanager
-def _scope():
-    # A hook that counts sees all tensors, those that would not be saved as well.
-    hooks = contextlib.nullcontext() if _is_counted() else saved_tensors_hooks(_pack, _unpack)
-    _local.outputs = {}
-    try:
-        with hooks:
-            yield
-    finally:
-        _local.outputs = None
-
-
-@contextlib.contextmanager
-def counting(pack):
-    """Inside, a layer saves all tensors by the hook ``pack``, which may ask :func:`is_recomputed`.
-
-    ``pack``: of the innermost ``saved_tensors_hooks``.
-    """
-    before, _local.counter = _local.counter, pack
-    try:
-        yield
-    finally:
-        _local.counter = before
+    return _counter.value is not None and _innermost_hook() is _counter.value
 
 
 def is_recomputed(tensor):
     """True if the backward of the running layer recomputes a tensor that autograd wants to save."""
-    return _local.outputs is not None and _found(tensor) is not None
+    return _outputs.value is not None and _found(tensor) is not None
 
 
 def recomputing(function):
-    """The forward of a decoder layer, inside which autograd references outputs of cheap ops instead of saving
-    them."""
+    """A decoder layer's forward, in which autograd references outputs of cheap ops, not saves them."""
 
     @functools.wraps(function)
     def forward(*args, **kwargs):
         # Compilers choose themselves what is recomputed.
         if is_compiling() or not _applies():
             return function(*args, **kwargs)
-        with _scope():
+        # A hook that counts sees all tensors, those that would not be saved as well.
+        hooks = contextlib.nullcontext() if _is_counted() else saved_tensors_hooks(_pack, _unpack)
+        with _outputs.holding({}), hooks:
             return function(*args, **kwargs)
 
     return forward

@@ -13,8 +13,7 @@ from types import CellType, CodeType, FunctionType
 
 
 def uses_global(function, name):
-    """The globals dictionary in which the function, or one that it wraps, looks up the name; None without a
-    lookup."""
+    """The globals in which the function, or one that it wraps, looks up the name; or None."""
     for inner in _with_wrapped(function):
         if name in _names(inner.__code__, "LOAD_GLOBAL"):
             return inner.__globals__
@@ -41,8 +40,7 @@ def attributes_used(function):
 
 
 def rename_attribute(function, old, new):
-    """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of
-    ``old``.
+    """A copy of the function, and of those that it wraps, that reads the attribute ``new``, not ``old``.
 
     Raises:
         ValueError: the code also uses the name in another way: as a global, or it sets the attribute.

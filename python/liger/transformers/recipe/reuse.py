@@ -22,12 +22,10 @@ _PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
 
 
 class _SharedLookup(torch.autograd.Function):
-    """Returns (rows of the weight, a stand-in for the weight of the head); its backward gets the gradients of
-    both.
+    """(rows of the weight, a stand-in for the head's weight); its backward gets the gradients of both.
 
     Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This
-    node adds the gradient of the lookup to the gradient of the head in place, in the rows that the lookup has
-    read.
+    node adds the gradient of the lookup to the head's in place, in the rows that the lookup has read.
     """
 
     @staticmethod
@@ -58,8 +56,7 @@ class _SharedLookup(torch.autograd.Function):
 class _WeightOfHead(torch.autograd.Function):
     """Returns the weight; its gradient becomes the gradient of the stand-in.
 
-    ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view of the first would
-    keep it.
+    ZeRO-3 releases the weight behind the embedding and gathers it for the head: a view would keep it.
     """
 
     @staticmethod
@@ -101,8 +98,7 @@ def _add_to_rows(total, grads, ids, padding_idx):
 
 
 def can_share(embedding, head):
-    """True if embedding and head share a plain weight, which no hook gathers or replaces in between, or
-    ZeRO-3 does.
+    """True if embedding and head share a plain weight, which nothing but ZeRO-3 gathers in between.
 
     Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
@@ -133,8 +129,7 @@ def weight_of_head(stand_in, weight):
 
 
 def lookup_adding_gradient(embedding, ids):
-    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight's
-    gradients."""
+    """The output of the embedding; its backward adds the gradient to the float32 sum of the weight."""
 
     def add(total, weight, saved, grads):
         _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
@@ -168,8 +163,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _LinearOver(torch.autograd.Function):
-    """``linear(x, weight, bias)`` with a backward that overwrites x with its gradient, unless the graph is
-    retained."""
+    """``linear(x, weight, bias)``; its backward overwrites x, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -194,8 +188,7 @@ class _LinearOver(torch.autograd.Function):
 def linear_over(layer, x):
     """``layer(x)``; the backward may overwrite x, so the caller must have no other use of it.
 
-    A layer that is not a plain nn.Linear, has hooks (also global hooks), or has a small input, is called
-    unchanged.
+    A layer that is not a plain nn.Linear, has hooks (also global ones) or a small input, is called as it is.
     """
     if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
         return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
@@ -203,8 +196,7 @@ def linear_over(layer, x):
 
 
 def is_plain_linear(layer, x):
-    """True if ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is
-    recorded."""
+    """True if ``layer(x)`` is recorded, and the linear operation alone with a plain, uncast weight."""
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and _has_plain_weight(layer)

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two
-results."""
+"""Parts of a trial: stand-ins for modules, numbers of several scales, comparison of results."""
 
 import contextlib
 import copy
 import logging
-from contextvars import ContextVar
 
 import torch
 from torch import nn
 
+from .local import Local
+
 # Scales along the first dimension of the inputs. Small ones reveal eps, large ones a clamp.
 SCALES = (1.0, 1e-3, 30.0, 1e4)
+
+# Of activations that the ops take.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Exceptions that the code of a model may raise on a stand-in.
 _MISUSE = AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError
@@ -20,6 +23,7 @@ ERRORS = (ArithmeticError, RuntimeError, *_MISUSE)
 
 IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
 OTHER_GRADIENTS = "its gradients differ from the op's"
+UNKNOWN = "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 logger = logging.getLogger("liger.transformers")
 
@@ -45,11 +49,10 @@ def no_trial(module, error):
     """The reason for a module that raises an error in its trial."""
     # The error message is about the stand-in, not about the model, so it is logged only.
     logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
-    return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
+    return UNKNOWN
 
 
-# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands
-# for.
+# Hooks, which a stand-in that is called must not have: they belong to its module.
 _AFTER_FORWARD = "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called"
 _BEFORE_FORWARD = "_forward_pre_hooks _forward_pre_hooks_with_kwargs"
 _HOOKS = f"{_AFTER_FORWARD} {_BEFORE_FORWARD} _backward_hooks _backward_pre_hooks"
@@ -103,8 +106,7 @@ def in_both_modes(stand_in, *args):
 
 
 def one_tensor(expected, training):
-    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as
-    text."""
+    """The result if it is one tensor and the same in training; else the reason as text."""
     if not isinstance(expected, torch.Tensor):
         return "it does not return one tensor"
     return expected if torch.equal(expected, training) else IN_TRAINING
@@ -176,17 +178,12 @@ def same_gradients(ours, theirs, *inputs):
     return True
 
 
-_memory: ContextVar[dict | None] = ContextVar("_memory", default=None)
+_memory = Local()
 
 
-@contextlib.contextmanager
 def remember():
     """Inside, :func:`remembered` runs each trial once: a model has many modules of one class."""
-    token = _memory.set({})
-    try:
-        yield
-    finally:
-        _memory.reset(token)
+    return _memory.holding({})
 
 
 def remembered(trial, *key, unless=()):
@@ -194,7 +191,7 @@ def remembered(trial, *key, unless=()):
 
     ``unless``: if it is not empty after the trial, the result depends on more.
     """
-    memory = _memory.get()
+    memory = _memory.value
     if memory is None:
         return trial()
     if key in memory:
