@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark of sharded vocabularies: on two ranks that communicate through gloo; a wrong result is marked."""
+"""The benchmark of sharded vocabularies: on two ranks, through gloo; a wrong result is marked."""
 
 import json
 import os
