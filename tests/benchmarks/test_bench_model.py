@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as
-such."""
+"""The benchmarks of whole training steps run in tiny sizes, and report a wrong loss as such."""
 
 import json
 from dataclasses import replace
@@ -11,17 +10,17 @@ import torch
 pytest.importorskip("transformers")
 
 from planned_llama import FEWEST
-from transformers.models.llama import modeling_llama
 
-import liger
 from liger_bench.models import bench_model
 from liger_bench.models import contestants as model_contestants
+from liger_bench.models import offload as model_offload
+from liger_bench.models import ranks as model_ranks
 from liger_bench.models import report as model_report
 from liger_bench.models import sizes as model_sizes
-from liger_bench.models import trainee as model_trainee
 from liger_bench.models.contestants import Contestant
 
 TINY = replace(model_sizes.SELF_TEST, shapes=((1, 8),), rounds=3)
+PLAIN, OURS = "transformers", "liger[torch]"
 
 
 def contestant(name, prepare=lambda model: model, group="other", **settings):
@@ -67,16 +66,6 @@ def test_planned_checkpointing(tmp_path, capsys):
     assert f"{FEWEST} of 2 LlamaDecoderLayer recomputed" in capsys.readouterr().err
 
 
-def test_a_recipe_that_is_off_is_not_used():
-    size, kinds = model_sizes.size_of("qwen3-4b", self_test=True), []
-    for made in model_contestants.without_recipes(["torch"]):
-        trainee = model_trainee.Trainee(made, size, "cpu")
-        trainee.build()
-        report = liger.transformers.patch_report(trainee.model)
-        kinds.append({"fused_add_rms_norm", "qk_norm_rope"} & set(report.replaced.values()))
-    assert kinds == [{"qk_norm_rope"}, {"fused_add_rms_norm"}, set()]
-
-
 @pytest.mark.parametrize("name", model_sizes.SIZES)
 def test_sizes_are_those_of_their_models(name):
     """Parameters in billions, as their authors count them; of the mixture a twelfth of the layers."""
@@ -88,28 +77,6 @@ def test_sizes_are_those_of_their_models(name):
     billions = {"1b": 1.24, "8b": 8.03, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "gemma3-1b": 1.0}
     billions["qwen3-moe"] = 0.622 + (30.53 - 0.622) / 12
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions[name], abs=0.006)
-
-
-def test_no_gradient_is_left_by_steps_in_the_backward():
-    """One optimizer has the parameters of all of them."""
-    after = []
-    for name in ("adamw", "in-backward"):
-        (made,) = model_contestants.with_optimizers([contestant("plain")], [name])
-        trainee = model_trainee.Trainee(made, TINY, "cpu")
-        trainee.build()
-        tokens = torch.arange(8).view(1, 8)
-        for _ in range(3):
-            loss = trainee.call(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            freed = all(p.grad is None for p in trainee.model.parameters())
-            assert freed == (name == "in-backward")
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-        weights = sum(p.nbytes for p in trainee.model.parameters())
-        assert 3 * weights < trainee.idle_bytes() < 3 * weights + 10_000
-        after.append([p.detach() for p in trainee.model.parameters()])
-    for one, other in zip(*after, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_wrong_loss_is_seen(monkeypatch):
@@ -124,40 +91,6 @@ def test_a_wrong_loss_is_seen(monkeypatch):
     assert "spoiled (WRONG LOSS)" in model_report.markdown({}, [record], "a model")
 
 
-def test_what_a_contestant_replaces_in_the_module_is_its_own(monkeypatch):
-    original, calls = modeling_llama.apply_rotary_pos_emb, []
-
-    def replace_global(model):
-        modeling_llama.apply_rotary_pos_emb = lambda *args, **kwargs: (
-            calls.append(1) or original(*args, **kwargs)
-        )
-        return model
-
-    record = measure(monkeypatch, contestant("replacing", replace_global))
-    assert modeling_llama.apply_rotary_pos_emb is original
-    # Two layers, each run again in the backward.
-    assert len(calls) == 4 * (TINY.warm_up + TINY.rounds * TINY.burst)
-    assert record["providers"]["replacing"]["status"] == record["providers"]["plain"]["status"] == "ok"
-
-
-def test_verdict_compares_with_the_best_of_each():
-    def provider(group, ms, gib):
-        return {"group": group, "status": "ok", "ms": {"median": ms}, "peak_bytes": gib * model_report.GIB}
-
-    record = {
-        "batch": 4,
-        "sequence": 1000,
-        "providers": {
-            "fast": provider("other", 10.0, 5.0),
-            "small": provider("other", 20.0, 3.0),
-            "mine": provider("ours", 8.0, 1.5),
-            "slow": provider("ours", 30.0, 1.0),
-        },
-    }
-    assert model_report.verdict(record) == "mine: 1.250x the tokens/s of fast, 0.500x the memory of small"
-    assert model_report.tokens_per_second(record, record["providers"]["mine"]) == 500_000
-
-
 @pytest.mark.slow
 def test_adapters(tmp_path):
     pytest.importorskip("peft")
@@ -166,3 +99,46 @@ def test_adapters(tmp_path):
     (record,) = json.loads(path.read_text())["rows"]
     providers = {name: p["status"] for name, p in record["providers"].items() if p["status"] != "missing"}
     assert providers == dict.fromkeys(("transformers", "liger[torch]", "liger[torch], layers of PEFT"), "ok")
+
+
+def test_offloaded_inputs_keep_the_bits(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    settings = ["--setting", "device", "--setting", "offload, release"]
+    assert model_offload.main(["--self-test", "2x16", *settings, "--steps", "1", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["same"] and (row["batch"], row["sequence"]) == (2, 16)
+    assert row["device"]["gradient_bits"] == row["offload, release"]["gradient_bits"]
+    assert row["device"]["tokens_per_second"] > 0 and "offloaded to" in row["offload, release"]["plan"]
+    assert "2x16 same bits: True" in capsys.readouterr().out
+
+
+@pytest.fixture
+def new_processes(monkeypatch):
+    """No forks: an earlier test may have started threads of autograd here, which a fork does not have."""
+    monkeypatch.setattr(model_ranks, "may_fork", lambda preload: False)
+
+
+def test_a_process_of_its_own(tmp_path, new_processes):
+    path, name = tmp_path / "own.json", f"{OURS}, memory 1G, recompute, step in backward"
+    arguments = ["--self-test", "--own-processes", "2x16", "--memory", "1G", "--optimizer", "in-backward"]
+    assert bench_model.main([*arguments, "--only", name, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["ranks"] == 1
+    assert row["providers"][name]["status"] == "ok" and f"{FEWEST} of 2" in row["providers"][name]["plan"]
+    assert name in path.with_suffix(".md").read_text() and "FSDP2" not in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path, new_processes):
+    path, planned = tmp_path / "ranks.json", f"{OURS}, memory 1G, recompute"
+    arguments = ["--self-test", "--ranks", "2", "2x16", "--memory", "1G", "--json", str(path)]
+    arguments += ["--only", PLAIN, "--only", planned]
+    assert bench_model.main(arguments) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert list(row["providers"]) == [PLAIN, planned]
+    for provider in row["providers"].values():
+        assert provider["status"] == "ok" and provider["ms"]["n"] == model_ranks.ROUNDS
+    assert row["providers"][planned]["first_loss"] == pytest.approx(
+        row["providers"][PLAIN]["first_loss"], rel=1e-5
+    )
+    assert f"{FEWEST} of 2" in row["providers"][planned]["plan"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark of sharded vocabularies: on two ranks that communicate through gloo, and its verdicts."""
+"""The benchmark of sharded vocabularies: on two ranks, through gloo; a wrong result is marked."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -66,22 +65,6 @@ def contestants(peak):
         bench.SHARDED: {"ms": 10.5, "peak_mib": peak, "workspace_mib": 400.0},
         bench.GEMMS: {"ms": 10.0},
     }
-
-
-@pytest.mark.parametrize("speed, met", [(0.92, True), (0.919, False)])
-@pytest.mark.parametrize("peak, memory", [(1000.9, True), (1002.0, False)])
-def test_goals(speed, met, peak, memory):
-    found = bench.verdict(contestants(peak), speed, 1e-3)
-    assert (found["speed_met"], found["memory_met"]) == (met, memory)
-    assert found["of_gemms"] == pytest.approx(1.05) and found["memory"] == pytest.approx(peak / 1000)
-    head = bench.Head("fused_linear_ce", 8192, 2048, 128256, 0.5)
-    record = {**dataclasses.asdict(head), "name": head.name, "contestants": contestants(peak), **found}
-    (line,) = (row for row in bench.markdown({"ranks": 2}, [record]).splitlines() if head.name in row)
-    words = {True: "met", False: "missed"}
-    assert line == (
-        f"| fused_linear_ce 8192x2048x128256, 50% ignored | 20.00 | 10.50 | {speed:.3f} | {words[met]} | 1.050 "
-        f"| 1000 | {peak:.0f} | {words[memory]} | 500 | 400 |"
-    )
 
 
 def test_wrong_results_are_marked():

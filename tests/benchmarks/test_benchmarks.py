@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from liger_bench import OPS, cli, harness
-from liger_bench.harness import Options
 from liger_bench.ops import fused_linear_ce as bench_fused_linear_ce
 
 # --- the whole suite, tiny ----------------------------------------------------------------------------------
@@ -66,19 +65,6 @@ def test_report_is_written_again_from_a_result_file(results):
     assert path.with_suffix(".md").read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rows"),
-    [
-        ((16384, 4096, 128256), 512),
-        ((4096, 4096, 128256), 128),
-        ((32768, 4096, 32000), 4096),
-        ((4, 64, 32), 4),
-    ],
-)
-def test_chunk_of_liger_kernel(sizes, rows):
-    assert bench_fused_linear_ce.liger_kernel_logits_bytes(*sizes) == rows * sizes[2] * 2
-
-
 def test_reference_of_fused_linear_ce(monkeypatch):
     monkeypatch.setattr(bench_fused_linear_ce, "REFERENCE_ROWS", 3)
     x, weight = torch.randn(8, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
@@ -91,17 +77,17 @@ def test_reference_of_fused_linear_ce(monkeypatch):
         torch.testing.assert_close(got[name].double(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_ignored_targets():
-    options = Options("cpu", "self-test")
-    counts = {}
-    for ignored in harness.IGNORED:
-        target = harness.targets(options, 64, 5, ignored)
-        kept = target[target != -100]
-        assert kept.min() >= 0 and kept.max() < 5
-        counts[ignored] = 64 - len(kept)
-    assert list(counts.values()) == [0, 10, 32, 32]
-    # Two quarters of eight tokens, and six, in turn: whole prompts, at the beginning of each sequence.
-    masked = (target == -100).view(8, 8)
-    assert masked.sum(1).tolist() == [2, 6] * 4 and masked[:, :2].all()
-    with pytest.raises(ValueError, match="expected one of"):
-        harness.targets(options, 64, 5, "all")
+def test_a_few_rows_at_a_time(tmp_path, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, words in zip(files, ("softcap", "smoothing"), strict=True):
+        arguments = ["--heads", "--self-test", "--peers", "none", "--rows", words, "--no-plots"]
+        assert cli.main([*arguments, "--json", str(file)]) == 0
+    both = tmp_path / "both.json"
+    sources = [str(file) for file in files]
+    assert cli.main(["--from", *sources]) == 2
+    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 0
+    names = [row["name"] for row in json.loads(both.read_text())["rows"]]
+    assert len(names) == 2 and "softcap" in names[0] and "smoothing" in names[1]
+    assert "Times relative to three GEMMs" in both.with_suffix(".md").read_text()
+    assert cli.main(["--heads", "--self-test", "--rows", "no such row"]) == 2
+    assert "no row has no such row in its name" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -96,21 +95,6 @@ def test_a_second_run_measures_nothing_again(tmp_path):
     assert said.splitlines()[-1] == f"E3: complete, {path}" and path.read_text() == before
 
 
-def test_every_part_of_the_ablation_is_in_a_set():
-    from experiments import ablation
-
-    sets = ablation.methods()
-    assert sets["unpatched"] == () and len(set(sets.values())) == len(sets)
-    whole = tuple(ablation.PARTS)
-    assert whole in sets.values()
-    for part in ablation.PARTS:
-        assert (part,) in sets.values()
-        assert tuple(p for p in whole if p != part) in sets.values()
-    options = ablation.options(("RMSNorm",))
-    assert options["rms_norm"] and options["fused_add_rms_norm"]
-    assert not options["rope"] and not options["fused_linear_cross_entropy"]
-
-
 # --- the driver ---------------------------------------------------------------------------------------------
 
 
@@ -167,38 +151,3 @@ def test_failures_crashes_and_missing_packages_are_results(monkeypatch, tmp_path
     monkeypatch.setattr(process, "outcome", lambda *_: {"status": "ok", "again": True})
     assert "again" not in fill(tmp_path)[1]["refusing @ 1"]
     assert fill(tmp_path, retry=True)[1]["refusing @ 1"]["again"]
-
-
-def test_cells_run_side_by_side(monkeypatch, tmp_path):
-    """One on each GPU; not before a smaller one of the same ladder has ended; one of two GPUs alone."""
-
-    def measure(cell, machine):
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        begin = time.monotonic()
-        time.sleep(0.5)
-        if cell.key == "b @ 1":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"gpu": seen, "from": begin, "to": time.monotonic()}
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cells = [*sizes("a", 2), *sizes("b", 2), Cell("both", "1", gpus=2), *sizes("c", 1)]
-    fake(monkeypatch, measure, cells)
-    left, found, _ = fill(tmp_path, gpus=2, parallel=True)
-    assert left == 0
-    records = {key: record for key, record in found.items() if record["status"] == "ok"}
-    assert set(records) == {"a @ 1", "a @ 2", "both @ 1", "c @ 1"} and found["b @ 2"]["inferred"]
-
-    def overlap(one, other):
-        return records[one]["from"] < records[other]["to"] and records[other]["from"] < records[one]["to"]
-
-    assert not overlap("a @ 1", "a @ 2") and overlap("a @ 2", "c @ 1")
-    assert not any(overlap("both @ 1", other) for other in records if other != "both @ 1")
-    assert {record["gpu"] for key, record in records.items() if key != "both @ 1"} == {"0", "1"}
-    assert records["both @ 1"]["gpu"] == ""
-
-
-def test_results_of_another_experiment_are_refused(tmp_path):
-    path = tmp_path / "E3.json"
-    path.write_text('{"schema": 1, "experiment": "E4"}')
-    with pytest.raises(ValueError, match="schema 1 of E4, expected 1 of E3"):
-        results.load(path, "E3", False)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments import MODULES, ops, report, results, tables
+from experiments import MODULES, report, results, tables
 
 
 def record(method, order, status="ok", **values):
@@ -50,22 +50,6 @@ def test_a_table_has_a_word_for_every_cell():
     assert "liger: 4x1024, the largest that was tried" in lines[6]
 
 
-def test_the_table_says_where_liger_is_behind():
-    fast, small = (
-        record("liger-kernel", 1, tokens_per_second=1100.0),
-        record("transformers", 1, peak_bytes=1 << 29),
-    )
-    found = tables.behind(
-        result_of(record("liger", 1), fast, small, record("liger", 2), record("liger-kernel", 2))
-    )
-    assert found == (
-        "Where liger is behind: 1x1024: liger-kernel has 10% more tokens/s; 1x1024: transformers needs 50% less memory."
-    )
-    best = record("liger, tiled MLP", 1, tokens_per_second=2000.0, peak_bytes=1 << 20)
-    assert tables.behind(result_of(record("liger", 1), best, fast, small)).endswith("nowhere in this table.")
-    assert "nowhere" in tables.behind(result_of(record("liger", 1), record("liger-kernel", 1)))
-
-
 def test_the_page_has_results_between_its_markers(tmp_path):
     page = tmp_path / "docs" / "experiments.md"
     page.parent.mkdir()
@@ -81,47 +65,3 @@ def test_the_page_has_results_between_its_markers(tmp_path):
     assert "Data: [E3.json](../E3.json)." in text and "commit 012345678" in text
     for image in (page.parent / "images").glob("*.png"):
         assert f"(images/{image.name})" in text
-
-
-def test_the_page_has_markers_for_every_experiment():
-    text = report.PAGE.read_text()
-    for name in MODULES:
-        first, last = report.markers(name)
-        assert text.count(first) == text.count(last) == 1
-
-
-def op_row(**times):
-    """A row of E1: provider -> (ms, MiB)."""
-    names = {"ours": "liger[cuda]", "in_place": "liger[cuda] in place", "liger_kernel": "liger-kernel"}
-    providers = {
-        names.get(name, name): {"status": "ok", "ms": {"median": ms}, "peak_mib": mib}
-        for name, (ms, mib) in times.items()
-    }
-    return {"name": "a row", "work": "forward and backward", "shape": {}, "providers": providers}
-
-
-def test_the_form_with_less_memory_counts_if_it_is_as_fast():
-    row = op_row(ours=(1.00, 64), in_place=(1.01, 0), liger_kernel=(0.9, 8))
-    assert ops.best(row, "liger[")["peak_mib"] == 0
-    assert ops.best(op_row(ours=(1.00, 64), in_place=(1.10, 0)), "liger[")["peak_mib"] == 64
-    assert ops.best(row, "torch eager") is None
-
-
-def test_where_an_op_is_behind():
-    rows = [
-        op_row(ours=(1.0, 64), liger_kernel=(0.8, 64)),
-        op_row(ours=(1.0, 64), liger_kernel=(0.99, 16)),
-        op_row(ours=(1.0, 64)),
-    ]
-    assert ops.behind(rows) == (
-        "liger-kernel is up to 25 % faster in 1 of 2 rows; liger-kernel needs up to 48 MiB less in 1 of 2 rows"
-    )
-    assert ops.behind(rows[2:]) == "nowhere in this table"
-
-
-def test_commits_of_one_machine_are_one_line():
-    facts = {"device": "H200", "torch": "2.11", "commit": "a" * 40}
-    others = [facts, {**facts, "commit": "b" * 7}, {**facts, "device": "H100"}]
-    assert tables.environments({"environments": others}) == (
-        f"device H200, torch 2.11, commits {'a' * 9}, {'b' * 7}; device H100, torch 2.11, commit {'a' * 9}"
-    )

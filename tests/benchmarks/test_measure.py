@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measuring the providers of a row: their turns, their inputs, wrong results and failures."""
 
-import gc
 import json
-import weakref
 
 import pytest
 import torch
 
 from liger_bench import measure
 from liger_bench.candidates import Candidate, providers
-from liger_bench.harness import Contest, Provider, Row, Work, backward_work, forward_work, training_work
+from liger_bench.harness import Contest, Provider, Row, backward_work, forward_work, training_work
 from liger_bench.reports import report, verdict
 
 
@@ -50,37 +48,6 @@ def test_a_failing_provider_is_recorded_and_the_others_go_on():
     assert record["providers"]["good"]["ms"]["n"] == 2
     text = report.markdown({"environment": {}, "rows": [record], "verdict": [], "goals": []})
     assert "out of luck" in text and "absent" not in text
-
-
-@pytest.mark.parametrize("failing_call", [1, 3])
-def test_tensors_of_a_failed_call_are_gone_before_the_next_one(failing_call):
-    left, calls, alive = [], [], []
-
-    def leaky(t):
-        calls.append(1)
-        if len(calls) == failing_call:
-            cycle = [torch.ones(4)]
-            cycle.append(cycle)
-            left.append(weakref.ref(cycle[0]))
-            raise RuntimeError("out of memory")
-        return double(t)
-
-    def observer(t):
-        alive.extend(tensor() is not None for tensor in left)
-        return double(t)
-
-    def reference(inputs):
-        return {"y": observer(inputs)}
-
-    gc.disable()
-    try:
-        measure.measure(
-            one_row(Candidate("leaky", leaky), Candidate("next", observer), sets=1, reference=reference),
-            measure.Cpu(),
-        )
-    finally:
-        gc.enable()
-    assert alive and not any(alive)
 
 
 @pytest.mark.parametrize("function", [lambda t: t["x"] * 2.2, lambda t: t["x"] * float("nan")])
@@ -136,34 +103,6 @@ def test_what_a_provider_overwrites_is_renewed_and_its_own(make):
     )
 
 
-def test_providers_take_turns():
-    order = []
-    names = list("abcdef")
-    contestants = [measure.Contestant(Provider(name, None)) for name in names]
-    measure._in_rounds(
-        contestants, measure.Cpu(), 6, lambda contestant: order.append(contestant.provider.name)
-    )
-    rounds = [order[i : i + 6] for i in range(0, 36, 6)]
-    assert all(sorted(turns) == names for turns in rounds)
-    # Nobody always has the same one before it.
-    assert all(
-        len({turns[turns.index(name) - 1] for turns in rounds if turns[0] != name}) > 1 for name in names
-    )
-
-
-def test_preparation_is_not_timed():
-    clock = [0.0]
-
-    def advance(seconds):
-        clock[0] += seconds
-        return {}
-
-    machine = measure.Cpu()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure.time, "perf_counter", lambda: clock[0])
-        assert machine.milliseconds(Work(lambda: advance(2.0), lambda: advance(100.0))) == 2000.0
-
-
 def test_calls_go_through_the_sets_of_inputs_in_turn_and_the_first_timed_result_is_checked():
     seen, made = [], []
 
@@ -184,23 +123,6 @@ def test_calls_go_through_the_sets_of_inputs_in_turn_and_the_first_timed_result_
     # Warm-up; six timed calls; two for the latency.
     assert seen == [0, 1, 0, 1, 0, 1, 0, 1, 0, 0]
     assert statuses(record) == {"liger[torch]": "wrong"}
-
-
-def test_ratio_is_taken_round_by_round():
-    slow_chip = measure.Contestant(Provider("a", None)), measure.Contestant(Provider("copy", None))
-    slow_chip[0].rounds, slow_chip[1].rounds = [[2.0, 2.2, 2.1], [4.2], [8.0]], [[1.0], [2.0], [5.0]]
-    assert slow_chip[0].ratio(slow_chip[1]) == pytest.approx(2.1)
-
-
-def test_spread():
-    assert measure.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {
-        "median": 3.0,
-        "min": 1.0,
-        "q25": 2.0,
-        "q75": 4.0,
-        "n": 5,
-    }
-    assert measure.spread([7.0]) == {"median": 7.0, "min": 7.0, "q25": 7.0, "q75": 7.0, "n": 1}
 
 
 @pytest.mark.gpu

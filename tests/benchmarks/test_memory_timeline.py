@@ -8,67 +8,6 @@ from experiments import memory_timeline as memory
 
 transformers = pytest.importorskip("transformers")
 
-GIVEN = {"weights": 100, "optimizer states": 200}
-
-
-def timeline(*events, marks, gradients=()):
-    return memory.timeline(list(events), list(marks), list(gradients), GIVEN)
-
-
-def last(line):
-    return {name: values[-1] for name, values in line["bytes"].items() if values[-1]}
-
-
-def test_allocations_belong_to_their_phase_until_they_are_released():
-    marks = [("forward", 0), ("loss", 1), ("backward", 3)]
-    line = timeline((1, 10, 5), (1, 20, 7), (-1, 20, 7), (1, 20, 2), marks=marks)
-    assert [list(step) for step in zip(*line["bytes"].values(), strict=True)][-1] == [
-        100, 200, 0, 0, 7, 0, 0,
-    ]  # fmt: skip
-    assert line["bytes"]["lm_head and loss"] == [0, 0, 7, 0, 0]
-    assert line["peak"] == 312
-    assert line["phases"] == [["forward", 0], ["loss", 1], ["backward", 3]]
-
-
-def test_a_gradient_counts_from_its_allocation_and_may_be_a_view():
-    marks = [("forward", 0), ("backward", 0), ("optimizer", 3)]
-    events = [(1, 1000, 64), (1, 2000, 8), (-1, 2000, 8), (1, 3000, 4), (-1, 1000, 64)]
-    line = timeline(*events, marks=marks, gradients=[[1032]])
-    assert line["bytes"]["gradients"] == [0, 64, 64, 64, 64, 0]
-    assert line["bytes"]["activations"] == [0, 0, 8, 0, 0, 0]
-    assert last(line) == {**GIVEN, "optimizer": 4}
-
-
-def test_an_address_of_an_earlier_step_is_not_a_gradient_of_this_one():
-    marks = [("forward", 0), ("optimizer", 1), ("forward", 2), ("optimizer", 3)]
-    events = [(1, 10, 4), (-1, 10, 4), (1, 10, 4), (-1, 10, 4)]
-    line = timeline(*events, marks=marks, gradients=[[10], []])
-    assert line["bytes"]["gradients"] == [0, 4, 0, 0, 0]
-    assert line["bytes"]["activations"] == [0, 0, 0, 4, 0]
-
-
-def test_releases_of_what_was_there_before_are_not_counted():
-    line = timeline((-1, 77, 50), (1, 77, 3), marks=[("forward", 0)])
-    assert line["peak"] == 303 and last(line)["activations"] == 3
-
-
-def test_a_mark_is_behind_the_releases_before_it():
-    """An optimizer that allocates nothing: its mark comes before the release of the gradients."""
-    events = [(1, 10, 4), (1, 20, 4), (-1, 10, 4), (-1, 20, 4), (1, 30, 4)]
-    assert memory.event_index(events, 2, 1) == 3
-    assert memory.event_index(events, 0, 0) == 0 and memory.event_index(events, 3, 2) == 5
-    # Releases that are counted and not complete yet, or complete and not counted.
-    assert memory.event_index(events, 2, 9) == 4 and memory.event_index(events, 3, 0) == 5
-
-
-def test_a_long_timeline_keeps_its_peak():
-    events = [event for i in range(9 * memory.POINTS) for event in ((1, i, 1), (-1, i, 1))]
-    events.insert(4444, (1, -1, 999))
-    events.insert(4445, (-1, -1, 999))
-    line = timeline(*events, marks=[("forward", 0)])
-    assert len(line["bytes"]["weights"]) <= memory.POINTS
-    assert max(line["bytes"]["activations"]) == 999 and line["peak"] == 1299
-
 
 @pytest.mark.parametrize(
     "device, fused",

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the pictures of benchmark results show: bars, the message, and the run that a row is from."""
+"""The pictures of benchmark results."""
+
+import json
 
 import pytest
 import torch
 
 from liger_bench import cli
-from liger_bench.reports import overview, plots
+from liger_bench.reports import overview
 
 pytest.importorskip("matplotlib")
 
@@ -35,49 +37,14 @@ def run_of(*records, date="2026-01-01", size="full", commit="abc"):
 BOTH = {"liger[cuda]": provider("ours", 1.0, 64.0), "liger-kernel": provider("liger-kernel", 2.5, 64.5)}
 
 
-def test_bars_are_ours_and_the_peers_fastest_first_and_a_ceiling_is_a_line():
-    record = record_of(
-        **BOTH,
-        **{
-            "liger[cuda] small": provider("ours", 1.5, 32.0),
-            "liger[cuda] slow": provider("ours", 1.5, 64.0),
-            "quack": provider("other", 0.5, 8.0, "wrong"),
-            "torch eager": {"group": "other", "status": "failed"},
-            "device copy": provider("ceiling", 0.25, 0.0),
-        },
-    )
-    group = plots.group_of(record, None)
-    assert [bar.series for bar in group.bars] == [
-        "quack (wrong result)",
-        "liger-ops[cuda]",
-        "liger-ops[cuda] small",
-        "liger-kernel",
-    ]
-    assert (group.ceiling, group.ceiling_time) == ("device copy", 0.25)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
-    [
-        (64.0, 64.5, "2.50x the speed of liger-kernel, the same memory"),
-        (64.0, 16.0, "2.50x the speed of liger-kernel, 48 MiB more"),
-        (64.0, 2112.0, "2.50x the speed of liger-kernel, 2.0 GiB less"),
-        (None, None, "2.50x the speed of liger-kernel"),
-    ],
-)
-def test_the_message_is_speed_and_memory(ours, theirs, words):
-    made = {"liger[cuda]": provider("ours", 1.0, ours), "liger-kernel": provider("liger-kernel", 2.5, theirs)}
-    assert plots.message(record_of(**made)) == f"softmax forward and backward: {words}"
-
-
-def test_pictures_are_of_the_newest_whole_runs(tmp_path, monkeypatch, capsys):
+def test_pictures_are_of_the_newest_whole_runs(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     # A row of the overview, measured three times: last in a run of fewer sizes.
     name, _ = overview.OVERVIEW["swiglu\n16384 x 14336"]
     made = {"liger[cuda] inplace": BOTH["liger[cuda]"], "liger-kernel": BOTH["liger-kernel"]}
     for date, size in (("2026-01-01", "full"), ("2026-01-02", "full"), ("2026-01-03", "quick")):
         result = run_of(record_of(name, **made), date=date, size=size, commit=f"of {date}")
-        (tmp_path / "results" / f"{date}.json").write_text(overview.json.dumps(result))
+        (tmp_path / "results" / f"{date}.json").write_text(json.dumps(result))
     found = overview.runs(tmp_path / "results")
     assert [r["environment"]["commit"] for r in found] == ["of 2026-01-02", "of 2026-01-01"]
     figures = overview.overview(found)
@@ -90,3 +57,30 @@ def test_pictures_are_of_the_newest_whole_runs(tmp_path, monkeypatch, capsys):
     assert cli.main(["--pictures", str(tmp_path / "picture")]) == 0
     made = {"picture-overview.png", "picture-overview-memory.png", "picture-swiglu.png"}
     assert {path.name for path in tmp_path.glob("*.png")} == made
+
+
+def trained(group, ms, gib, status="ok"):
+    return {"group": group, "status": status, "ms": {"median": ms}, "peak_bytes": gib << 30}
+
+
+def test_speed_over_memory(tmp_path):
+    providers = {
+        "transformers": trained("plain", 40.0, 20),
+        "liger-kernel": trained("liger-kernel", 20.0, 8),
+        "liger[cuda]": trained("ours", 10.0, 8),
+        "liger[cuda], memory 6G, recompute": trained("ours", 16.0, 6),
+        "liger[cuda], recompute": trained("ours", 20.0, 7),
+        "spoiled": trained("ours", 1.0, 1, "wrong"),
+    }
+    failed = {"group": "ours", "status": "failed", "reason": "out of memory"}
+    rows = [{"batch": 4, "sequence": 16, "providers": {**providers, "failed": failed}}]
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"environment": {}, "rows": rows}))
+    pytest.importorskip("transformers")
+    from liger_bench.models import curve as model_curve
+
+    picture = tmp_path / "curve.png"
+    assert model_curve.main(["4x16", str(path), "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (axes,) = model_curve.draw(model_curve.points([json.loads(path.read_text())], (4, 16)), "t").axes
+    assert "planned in 6 GiB, recompute" in [text.get_text() for text in axes.texts]

@@ -61,97 +61,31 @@ def checkout(tmp_path):
     return Checkout(tmp_path)
 
 
-def test_unchanged_code_is_current(checkout):
-    assert checkout.reasons() == {"softmax": None, "rms_norm": None}
+SOFTMAX = "csrc/softmax/softmax.cu"
 
 
 @pytest.mark.parametrize(
-    "name, before, after",
+    "name, before, after, is_changed",
     [
-        ("csrc/softmax/softmax.cu", "read once", "read a single time"),
-        ("csrc/softmax/softmax.cu", "void softmax() {", "void softmax()\n{  /* nothing */"),
-        ("python/liger/ops/softmax.py", "# a copy", "# the same"),
-        ("python/liger/ops/softmax.py", "The softmax of x", "x"),
-    ],
-)
-def test_comments_and_white_space_are_no_change(checkout, name, before, after):
-    text = (checkout.folder / name).read_text()
-    assert before in text
-    checkout.write(name, text.replace(before, after))
-    checkout.commit()
-    assert checkout.reasons()["softmax"] is None
-
-
-@pytest.mark.parametrize(
-    "name, before, after",
-    [
-        ("csrc/softmax/softmax.cu", "a // b", "a // c"),
-        ("csrc/softmax/softmax.cuh", "4", "8"),
-        ("python/liger/ops/softmax.py", "return x", "return -x"),
+        (SOFTMAX, "read once", "read a single time", False),
+        (SOFTMAX, "void softmax() {", "void softmax()\n{  /* nothing */", False),
+        ("python/liger/ops/softmax.py", "# a copy", "# the same", False),
+        ("python/liger/ops/softmax.py", "The softmax of x", "x", False),
+        (SOFTMAX, "a // b", "a // c", True),
+        ("csrc/softmax/softmax.cuh", "4", "8", True),
+        ("python/liger/ops/softmax.py", "return x", "return -x", True),
     ],
 )
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_change_of_code_is_one(checkout, name, before, after, committed):
+def test_a_change_of_code_is_one(checkout, name, before, after, is_changed, committed):
+    """Comments and white space are none."""
     text = (checkout.folder / name).read_text()
+    assert before in text
     checkout.write(name, text.replace(before, after))
     if committed:
         checkout.commit()
-    assert checkout.reasons() == {"softmax": f"1 files changed: {name}", "rms_norm": None}
-
-
-def test_a_header_is_followed_out_of_its_folder(checkout):
-    checkout.write("csrc/softmax/softmax.cuh", HEADER + '#include "device/vec.cuh"\n')
-    checkout.write("csrc/device/vec.cuh", "int lanes = 2;\n")
-    checkout.measured = checkout.commit()
-    checkout.write("csrc/device/vec.cuh", "int lanes = 4;\n")
-    checkout.commit()
-    assert "csrc/device/vec.cuh" in checkout.reasons()["softmax"]
-
-
-def test_moved_files_of_the_same_content_are_no_change(checkout):
-    checkout.git("mv", "csrc/softmax/softmax.cuh", "csrc/softmax/rows.cuh")
-    checkout.measured = checkout.commit()
-    checkout.git("mv", "csrc/softmax/rows.cuh", "csrc/softmax/softmax.cuh")
-    checkout.commit()
-    assert checkout.reasons()["softmax"] is None
-
-
-def test_files_that_are_new_or_gone_are_a_change(checkout):
-    checkout.git("rm", "-q", "csrc/softmax/softmax.cuh")
-    checkout.write("csrc/softmax/stats.cuh", "double sum = 0.0;\n")
-    checkout.commit()
-    why = checkout.reasons()["softmax"]
-    assert why == "2 files changed: csrc/softmax/softmax.cuh, csrc/softmax/stats.cuh"
-
-
-def test_other_commits_and_uncommitted_changes_are_stale(checkout):
-    for commit in ("0123456789", "its parent with a change", None):
-        assert checkout.reasons(commit=commit)["softmax"] == f"commit {commit} is not in this history"
-    checkout.git("checkout", "-q", "-b", "side")
-    checkout.write("notes", "")
-    side = checkout.commit()
-    checkout.git("checkout", "-q", "main")
-    assert "is not in this history" in checkout.reasons(commit=side)["softmax"]
-    assert "with changes on top" in checkout.reasons(modified=True)["softmax"]
-
-
-def test_cells_of_other_methods_do_not_depend_on_liger():
-    cells = {
-        m: {"method": m, "size": "1x8", "environment": 0} for m in ("transformers", "liger", "liger-kernel")
-    }
-    facts = {"commit": "0123456", "modified": None}
-    result = {"experiment": "E3", "environments": [facts], "cells": cells}
-    found = {figure.subject: figure.paths for figure in stale.figures("E3.json", result)}
-    assert found == {"E3 others": depends.CELLS, "E3 liger": (*depends.EXPERIMENTS["E3"][0], *depends.CELLS)}
-
-
-def test_the_report_counts_by_page():
-    figures = [stale.Figure("run.json", op, "0123456789abcdef", ()) for op in ("softmax", "rope")]
-    lines = stale.report(
-        [(figures[0], ["README.md"], "1 files changed: a"), (figures[1], ["README.md"], None)], 3
-    )
-    assert "| run.json | softmax | 012345678 | 1 files changed: a | README.md |" in lines
-    assert "1 of 2 figures are stale. By page: README.md 1." in lines
+    why = f"1 files changed: {name}" if is_changed else None
+    assert checkout.reasons() == {"softmax": why, "rms_norm": None}
 
 
 def test_every_benchmark_has_its_files_and_every_name_a_file():

@@ -10,27 +10,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import trainer_runs  # noqa: E402
+
 from liger.transformers import patch_report  # noqa: E402
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        ids = torch.randint(3, tiny_models.VOCAB, (9,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
 def train(tmp_path, model, **options):
-    """The losses that a Trainer logs in three steps."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    """The losses that a Trainer logs in three steps, and the loss of its evaluation."""
+    return trainer_runs.train(model, tmp_path, learning_rate=5e-5, **options)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +44,7 @@ def test_use_liger_kernel(tmp_path, plain, config, loss):
         n for n, v in (config or {}).items() if not v
     }
     assert found == expected
-    assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 3
+    assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 4
 
 
 @pytest.mark.parametrize("config", [None, {"cross_entropy": True, "fused_linear_cross_entropy": False}])
@@ -78,7 +65,9 @@ def test_evaluate(tmp_path, config, options):
             **liger_options,
             **options,
         )
-        trainer = transformers.Trainer(tiny_models.make("llama"), arguments, eval_dataset=Rows())
+        trainer = transformers.Trainer(
+            tiny_models.make("llama"), arguments, eval_dataset=trainer_runs.Tokens()
+        )
         if liger_options:
             _apply_liger_kernel_to_instance(model=trainer.model, **(config or {}))
         losses.append(trainer.evaluate()["eval_loss"])
@@ -115,7 +104,7 @@ def test_a_model_in_which_nothing_fits(tmp_path, caplog):
             tmp_path, model, use_liger_kernel=True,
             liger_kernel_config=dict.fromkeys(("layer_norm", "geglu", "relu_squared"), False),
         )  # fmt: skip
-    assert len(losses) == 3
+    assert len(losses) == 4
     lines = [r.message for r in caplog.records if "nothing in BertForMaskedLM can be patched" in r.message]
     assert len(lines) == (0 if patch_report(model).replaced else 1)
 

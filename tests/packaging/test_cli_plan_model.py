@@ -174,22 +174,20 @@ def test_layers_of_a_vision_tower_do_not_count(tmp_path, capsys):
     assert totals[0] == totals[1]
 
 
-def test_options_without_a_meaning(config, capsys):
-    assert cli.main(["plan", "--model", config, "--hidden", "64", "--budget", "1G"]) == 2
-    assert "--model takes no --hidden, --budget" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    "given, missing",
+    "given, words",
     [
-        (["--tokens", "16"], "--hidden, --vocab are missing"),
-        (["--tokens", "16", "--vocab=8"], "--hidden is missing"),
+        (["--model", "x", "--hidden", "64", "--budget", "1G"], "--model takes no --hidden, --budget"),
+        (
+            ["--tokens", "16"],
+            "--hidden, --vocab are missing: the plan of an lm_head needs --tokens, --hidden and",
+        ),
+        (["--tokens", "16", "--vocab=8"], "--hidden is missing: the plan of an lm_head needs"),
     ],
 )
-def test_sizes_are_needed_without_a_model(given, missing, capsys):
+def test_options_that_are_missing_or_have_no_meaning(given, words, capsys):
     assert cli.main(["plan", *given]) == 2
-    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; the plan of"
-    assert capsys.readouterr().err.startswith(words)
+    assert words in capsys.readouterr().err
 
 
 NOWHERE = "no file, no folder, and no model in the cache of the Hub, which "

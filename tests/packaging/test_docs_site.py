@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,15 +74,18 @@ def test_guides_are_not_a_lab_book():
     assert sum(len(page.split()) for page in pages) <= 34000
 
 
-def test_lists_are_indented_as_python_markdown_needs_them():
-    source = "Text:\n- a\n  b\n\n  ```bash\n    c\n  ```\n- d\n   1. e\n\n      f\n\ng\n"
-    expected = "Text:\n\n- a\n    b\n\n    ```bash\n      c\n    ```\n- d\n     1. e\n\n        f\n\ng\n"
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (
+            "Text:\n- a\n  b\n\n  ```bash\n    c\n  ```\n- d\n   1. e\n\n      f\n\ng\n",
+            "Text:\n\n- a\n    b\n\n    ```bash\n      c\n    ```\n- d\n     1. e\n\n        f\n\ng\n",
+        ),
+        ("- a\n\n  b\n  c\n- d\n- e\n", "- a\n\n    b\n    c\n\n- d\n- e\n"),
+    ],
+)
+def test_lists_are_indented_as_python_markdown_needs_them(source, expected):
     assert module("stage").indent_lists(source) == expected
-
-
-def test_an_item_after_a_further_paragraph_is_an_item():
-    source = "- a\n\n  b\n  c\n- d\n- e\n"
-    assert module("stage").indent_lists(source) == "- a\n\n    b\n    c\n\n- d\n- e\n"
 
 
 def test_tables_follow_from_the_declarations():
@@ -154,22 +156,6 @@ def test_result_pages_lead_to_the_newest_run(some_results):
     assert "| rope | [2 January 2026](new.md#rope) |" in pages["README.md"]
     assert "# Results of rope, jsd: H200, 2 January 2026" in pages["new.md"]
     assert all("exclude: true" in page for page in pages.values())
-
-
-def test_superseded_results_are_archived(some_results):
-    results, folder = module("result_pages"), some_results / "benchmarks" / "results"
-    (some_results / "docs" / "page.md").write_text("[run](../benchmarks/results/quick.json)")
-    assert results.superseded(some_results) == ["old.json", "other.json"]
-    before = (folder / "old.json").read_bytes()
-    results.archive(some_results, ["other.json"])
-    results.archive(some_results, ["old.json"])
-    assert {path.name for path in folder.iterdir()} == {"new.json", "quick.json", results.ARCHIVE}
-    with tarfile.open(folder / results.ARCHIVE) as archive:
-        assert archive.getnames() == ["old.json", "other.json"]
-        assert archive.extractfile("old.json").read() == before
-    once = (folder / results.ARCHIVE).read_bytes()
-    results.archive(some_results, [])
-    assert (folder / results.ARCHIVE).read_bytes() == once
 
 
 def test_links_to_data_lead_to_their_pages(tmp_path):

@@ -14,15 +14,3 @@ def test_public_signatures_are_the_recorded_ones():
         difflib.unified_diff(recorded, public_api.current(), "recorded", "current", lineterm="", n=0)
     )
     assert not changes, "python tests/support/api/public_api.py records them:\n" + "\n".join(changes)
-
-
-def test_a_changed_default_and_a_new_method_are_seen():
-    class Module:
-        def __init__(self, size, *, bias=False): ...
-
-        def forward(self, x): ...
-
-        def extra(self): ...
-
-    assert public_api._described("M", Module) == ["M(size, *, bias=False)", "M.forward(x)", "M.extra: method"]
-    assert public_api._described("f", lambda x, eps=1e-6: x) == ["f(x, eps=1e-06)"]

@@ -114,42 +114,25 @@ def test_kernels_are_recorded_and_compared(library, tmp_path, capsys):
     assert "indexed for 90a: stack 128 -> " in capsys.readouterr().out
 
 
-def test_names_of_kernel_templates():
-    from release.kernels import template_name
-
-    assert template_name("void liger::rms_norm_kernel<float, 4>(int, (anonymous namespace)::T)") == (
-        "liger::rms_norm_kernel"
-    )
-    assert template_name("liger::(anonymous namespace)::marker(int*)") == "liger::marker"
-
-
-def test_growth_of_a_kernel():
+def test_what_is_more_than_was_recorded():
     from release.kernels import Resources, exceeded
 
-    def grown(**changes):
-        before = {("f", "80"): Resources(4, 64, 32, 640)}
-        return exceeded({("f", "80"): Resources(**{**vars(before["f", "80"]), **changes})}, before)
-
-    assert grown() == grown(registers=72) == grown(stack=48) == grown(stack_sum=704) == []
-    assert grown(registers=73) == ["f for 80: registers 64 -> 73"]
-    assert grown(stack=49) == ["f for 80: stack 32 -> 49"]
-    assert grown(stack_sum=705) == ["f for 80: stack_sum 640 -> 705"]
-    assert grown(stack_sum=900, instances=5) == []
-    assert grown(registers=1, stack=0, stack_sum=0) == []
-
-
-def test_kernels_without_record_and_records_without_kernel():
-    from release.kernels import Resources, exceeded
-
-    one = {("f", "80"): Resources(1, 8, 0, 0)}
-    assert exceeded(one | {("g", "80"): Resources(1, 8, 0, 0)}, one) == ["g for 80: not recorded"]
-    assert exceeded({("g", "80"): Resources(1, 8, 0, 0)}, one) == [
-        "g for 80: not recorded",
-        "f for 80: recorded, but not in the library",
-    ]
-    # A build for fewer architectures than were recorded is compared in those that it has.
-    assert exceeded(one, one | {("f", "90a"): Resources(1, 8, 0, 0)}) == []
-    assert exceeded({("f", "120"): Resources(1, 8, 0, 0)}, one) == ["architecture 120: no kernel is recorded"]
+    f, g = {("f", "80"): Resources(4, 64, 32, 640)}, {("g", "80"): Resources(1, 8, 0, 0)}
+    of_12 = {("f", "120"): Resources(1, 8, 0, 0)}
+    for found, recorded, said in (
+        (Resources(4, 72, 48, 704), f, []),
+        (Resources(4, 73, 32, 640), f, ["f for 80: registers 64 -> 73"]),
+        (Resources(4, 64, 49, 640), f, ["f for 80: stack 32 -> 49"]),
+        (Resources(4, 64, 32, 705), f, ["f for 80: stack_sum 640 -> 705"]),
+        (Resources(5, 64, 32, 900), f, []),
+        (f | g, f, ["g for 80: not recorded"]),
+        (g, f, ["g for 80: not recorded", "f for 80: recorded, but not in the library"]),
+        # A build for fewer architectures than were recorded is compared in those that it has.
+        (f, f | of_12, []),
+        (of_12, f, ["architecture 120: no kernel is recorded"]),
+    ):
+        found = {("f", "80"): found} if isinstance(found, Resources) else found
+        assert exceeded(found, recorded) == said
 
 
 def test_every_architecture_of_a_release_is_recorded():
@@ -184,70 +167,65 @@ def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manyli
     return path
 
 
-def test_tags_of_a_wheel(tmp_path):
-    from release.wheels import Failure, require_tag
-
-    require_tag(a_wheel(tmp_path), "0.2.0")
-    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"), "0.2.0")
-    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="py3-none-manylinux_2_34_x86_64"), "0.2.0")
-    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0-py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"), "0.2.0")
+NAMED = r"is not named liger_ops-0\.2\.0-py3-none-manylinux"
+MANYLINUX, LINUX = "py3-none-manylinux_2_28_x86_64", "py3-none-linux_x86_64"
+# What is wrong with a wheel: its settings, the check with arguments, the words of the refusal.
+REFUSED = [
+    ({"tag": LINUX}, ("require_tag", "0.2.0"), NAMED),
+    ({"tag": "py3-none-manylinux_2_34_x86_64"}, ("require_tag", "0.2.0"), NAMED),
+    ({"tag": "cp311-cp311-manylinux_2_28_x86_64"}, ("require_tag", "0.2.0"), NAMED),
     # A wheel without CUDA kernels under the name of the one that has them.
-    with pytest.raises(Failure, match=r"is not named liger_ops-0\.2\.0\+cpu-py3-none-manylinux"):
-        require_tag(a_wheel(tmp_path), "0.2.0+cpu")
-    renamed = a_wheel(tmp_path, tag="py3-none-linux_x86_64", name="py3-none-manylinux_2_28_x86_64")
-    with pytest.raises(Failure, match=r"has the tags \['py3-none-linux_x86_64'\] inside"):
-        require_tag(renamed, "0.2.0")
+    ({}, ("require_tag", "0.2.0+cpu"), r"is not named liger_ops-0\.2\.0\+cpu-py3-none-manylinux"),
+    ({"tag": LINUX, "name": MANYLINUX}, ("require_tag", "0.2.0"), rf"has the tags \['{LINUX}'\] inside"),
+    ({"components": ()}, ("require_bill_of_materials", "0.2.0", False), "has no bill of materials"),
+    ({"version": "0.1.0"}, ("require_bill_of_materials", "0.2.0", False), "is of version 0.1.0, expected 0.2.0"),
+    ({}, ("require_bill_of_materials", "0.2.0", True), r"\['torch'\], expected \['cccl', 'cuda-cudart', 'nvtx', '"),
+    ({}, ("require_size", 0), "has 0.0 MB, the budget is 0 MB"),
+]  # fmt: skip
 
 
-def test_bill_of_materials_of_a_wheel(tmp_path):
-    from release.wheels import Failure, require_bill_of_materials
+@pytest.mark.parametrize(("settings", "check", "words"), REFUSED)
+def test_a_wheel_that_is_refused(tmp_path, settings, check, words):
+    from release import wheels
 
-    with pytest.raises(Failure, match="has no bill of materials"):
-        require_bill_of_materials(a_wheel(tmp_path, components=()), "0.2.0", cuda=False)
-    with pytest.raises(Failure, match=r"is of version 0.1.0, expected 0.2.0"):
-        require_bill_of_materials(a_wheel(tmp_path, version="0.1.0"), "0.2.0", cuda=False)
-    with pytest.raises(
-        Failure, match=r"components \['torch'\], expected \['cccl', 'cuda-cudart', 'nvtx', 'torch'\]"
-    ):
-        require_bill_of_materials(a_wheel(tmp_path), "0.2.0", cuda=True)
+    name, *arguments = check
+    with pytest.raises(wheels.Failure, match=words):
+        getattr(wheels, name)(a_wheel(tmp_path, **settings), *arguments)
 
 
-def test_two_builds_of_a_wheel(tmp_path):
-    from release.wheels import Failure, require_identical
+def test_a_wheel_that_is_accepted(tmp_path):
+    from release import wheels
 
     first, second = a_wheel(tmp_path / "1"), a_wheel(tmp_path / "2")
-    assert len(require_identical(first, second)) == 64
+    wheels.require_tag(first, "0.2.0")
+    wheels.require_bill_of_materials(first, "0.2.0", cuda=False)
+    assert wheels.require_size(first) < 0.01 and len(wheels.require_identical(first, second)) == 64
     other = a_wheel(tmp_path / "3", components=("torch", "cccl"))
-    with pytest.raises(Failure, match=r"differ in \['liger_ops-0.2.0.dist-info/sboms/liger-ops.cdx.json'\]"):
-        require_identical(first, other)
+    with pytest.raises(
+        wheels.Failure, match=r"differ in \['liger_ops-0.2.0.dist-info/sboms/liger-ops.cdx.json'\]"
+    ):
+        wheels.require_identical(first, other)
 
 
-def test_size_budget(tmp_path):
-    from release.wheels import Failure, require_size
-
-    path = a_wheel(tmp_path)
-    assert require_size(path) < 0.01
-    with pytest.raises(Failure, match=r"has 0.0 MB, the budget is 0 MB"):
-        require_size(path, budget=0)
-
-
-def test_a_library_for_aarch64(tmp_path):
+@pytest.mark.parametrize(
+    ("machine", "versions", "words"),
+    [
+        (183, ("2.17", "2.28", "2.4"), None),
+        (183, ("2.17", "2.34"), r"needs glibc \(2, 34\), expected 2.28 or older"),
+        (62, ("2.17",), "is no library for aarch64: ELF machine 62"),
+    ],
+)
+def test_a_library_for_aarch64(tmp_path, machine, versions, words):
     from release.wheels import Failure, require_aarch64
 
-    def library(machine, *versions):
-        path = tmp_path / "lib.so"
-        head = b"\x7fELF\2\1".ljust(18, b"\0") + machine.to_bytes(2, "little")
-        path.write_bytes(head + b"".join(b"\0GLIBC_" + v for v in versions) + b"\0GLIBCXX_3.4.21\0")
-        return path
-
-    assert require_aarch64(library(183, b"2.17", b"2.28", b"2.4")) == "glibc 2.28"
-    with pytest.raises(Failure, match=r"needs glibc \(2, 34\), expected 2.28 or older"):
-        require_aarch64(library(183, b"2.17", b"2.34"))
-    with pytest.raises(Failure, match="is no library for aarch64: ELF machine 62"):
-        require_aarch64(library(62, b"2.17"))
+    path = tmp_path / "lib.so"
+    needed = "".join(f"\0GLIBC_{version}" for version in versions) + "\0GLIBCXX_3.4.21\0"
+    path.write_bytes(b"\x7fELF\2\1".ljust(18, b"\0") + machine.to_bytes(2, "little") + needed.encode())
+    if words is None:
+        assert require_aarch64(path) == "glibc 2.28"
+    else:
+        with pytest.raises(Failure, match=words):
+            require_aarch64(path)
 
 
 @pytest.mark.packaging
@@ -276,15 +254,6 @@ def test_sources_of_a_release(tmp_path):
     assert f"]({address}/blob/v0.2.0/docs/start/install.md)" in readme
     assert f"]({address}/raw/v0.2.0/docs/images/demo.png)" in readme
     assert all(target.startswith(("https://", "#")) for target in re.findall(r"\]\(([^)]+)\)", readme))
-
-
-def test_links_become_absolute():
-    from release.stage import absolute_links
-
-    text = "[a](LICENSE#x) ![b](docs/README.md) [c](https://d) [e](#f) `x[0](y)`"
-    assert absolute_links(text, ROOT, "https://h/p", "1") == (
-        "[a](https://h/p/blob/v1/LICENSE#x) ![b](https://h/p/raw/v1/docs/README.md) [c](https://d) [e](#f) `x[0](y)`"
-    )
 
 
 def test_the_address_is_in_one_place():

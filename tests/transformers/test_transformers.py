@@ -11,11 +11,9 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import (  # noqa: E402
     FAMILIES,
-    ONE_QUICK,
     VOCAB,
     assert_same_step,
     batch,
-    enable_checkpointing,
     make,
     step,
     twin,
@@ -201,15 +199,6 @@ def test_labels_by_position():
     assert patched(*position).logits is None
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(family, reentrant):
-    patched, plain = pair(family)
-    for model in (patched, plain):
-        enable_checkpointing(model, reentrant)
-        model.enable_input_require_grads()
-    assert_same_step(step(patched, **batch()), step(plain, **batch()))
-
-
 def test_gradient_accumulation_over_unequal_micro_batches():
     patched, plain = pair("llama")
     inputs = batch(rows=5)
@@ -224,32 +213,3 @@ def test_gradient_accumulation_over_unequal_micro_batches():
         total += loss.detach()
     grads = {name: p.grad for name, p in patched.named_parameters()}
     assert_same_step(({"loss": total}, grads), whole)
-
-
-def test_generate(family):
-    patched, plain = pair(family)
-    prompt = {k: v for k, v in batch().items() if k != "labels"}
-    for options in ({"do_sample": False}, {"num_beams": 3, "do_sample": False}):
-        tokens = [m.eval().generate(**prompt, max_new_tokens=8, **options) for m in (patched, plain)]
-        assert torch.equal(*tokens)
-
-
-def test_autocast(family):
-    patched, plain = pair(family)
-    results = []
-    for model in (patched, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            results.append(step(model, **batch()))
-    assert_as_exact_as_plain(*results, step(plain, **batch()), torch.bfloat16)
-
-
-@pytest.mark.parametrize("family", ONE_QUICK, indirect=True)
-def test_compile_without_graph_breaks(family):
-    patched, plain = pair(family, num_hidden_layers=1)
-    torch._dynamo.reset()
-    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
-    for inputs in (batch(), batch(rows=1, tokens=7)):
-        output, _ = step(compiled, **inputs, use_cache=False)
-        grads = {name: p.grad for name, p in patched.named_parameters()}
-        assert_same_step((output, grads), step(plain, **inputs, use_cache=False))
-        assert output.logits is None

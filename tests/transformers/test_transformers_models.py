@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from model_scan import checks, configs, inputs, models, runner, table  # noqa: E402
+from model_scan import checks, inputs, models, runner, table  # noqa: E402
 from model_scan.report import run  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
@@ -100,35 +100,6 @@ def test_the_page_is_what_the_command_writes():
     assert cited == {int(number) for number, _ in listed}
 
 
-def report_of(**changes):
-    checked = {name: "equal" for name in checks.CHECKS}
-    return {
-        "type": "a", "class": "A", "replaced": {"rms_norm": 2, "fused_linear_cross_entropy": 1}, "left": {},
-        "not looked at": {}, "loss": "fused", "checks": checked, **changes,
-    }  # fmt: skip
-
-
-def test_the_page_of_some_reports():
-    reports = [
-        report_of(),
-        report_of(
-            type="b",
-            loss="no head",
-            left={"no head": 1, "dropout": 2},
-            checks={"training": "differs: the loss", "images": "not run: none"},
-        ),
-        {"type": "c", "class": "C", "not built": "a | b"},
-    ]
-    page = table.render(reports)
-    assert page == table.render(reports)
-    assert "3 language" in page and "of which 2 were" in page and "\n1 of these" in page
-    assert "| `a` | `A` | fused | 2 rms_norm | - | 13 of 13 equal |" in page
-    checked = "0 of 13 equal; **training differs** [4]; images not run [3]"
-    assert f"| `b` | `A` | no [2] | 2 rms_norm | 2 [1] | {checked} |" in page
-    assert "1. dropout\n2. no head\n3. none\n4. the loss\n" in page
-    assert "| `c` | `C` | a \\| b |" in page
-
-
 # --- the scan itself ----------------------------------------------------------------------------------------
 
 
@@ -166,20 +137,6 @@ def test_a_wrong_result_is_found_by_every_check(monkeypatch):
     assert {name for name, result in found.items() if not result.startswith("differs")} == {"images"}
 
 
-def test_the_same_model_at_every_call():
-    first, second = (models.build("qwen3", "Qwen3ForCausalLM").state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_reasons_for_models_that_are_not_built():
-    with pytest.raises(models.NotBuilt, match="no tiny configuration fits: KeyError"):
-        models.build("no such type", "LlamaForCausalLM")
-    with pytest.raises(
-        models.NotBuilt, match="no tiny configuration fits: AttributeError: transformers has no X"
-    ):
-        models.build("llama", "X")
-
-
 @pytest.mark.slow
 def test_a_scan_has_the_memory_for_every_model():
     """Two models, their gradients, and copies of both: MEMORY holds eight times the parameters."""
@@ -193,15 +150,6 @@ def test_a_scan_has_the_memory_for_every_model():
             continue  # Not built, or not on the meta device.
         sizes[pair] = sum(parameter.numel() for parameter in model.parameters())
     assert len(sizes) > 100 and not {pair: size for pair, size in sizes.items() if size > largest}
-
-
-def test_a_configuration_has_a_layer_of_every_kind():
-    config = configs.tiny_config("qwen3_next")
-    assert (
-        sorted(config.layer_types) == ["full_attention", "linear_attention"] and config.num_hidden_layers == 2
-    )
-    config = configs.tiny_config("gemma3")
-    assert config.text_config.hidden_size == config.vision_config.hidden_size
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -220,21 +168,3 @@ def test_processes_have_limits(monkeypatch, jobs):
     assert late["not built"] == "it took longer than 0 s"
     assert torch.get_num_threads() == before + 1
     torch.set_num_threads(before)
-
-
-def test_a_process_of_the_checks_that_does_not_start(monkeypatch):
-    monkeypatch.setattr(runner.sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended with exit code 1 after 0 of 1 classes"):
-        runner.scan([("llama", "LlamaForCausalLM")])
-
-
-@pytest.mark.slow
-def test_an_exception_of_the_caller_ends_the_processes():
-    class Stopped(Exception):
-        pass
-
-    def stop(report):
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        runner.scan([("no such type", "X"), ("llama", "LlamaForCausalLM")], jobs=2, progress=stop)

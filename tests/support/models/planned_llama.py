@@ -5,6 +5,8 @@ import dataclasses
 
 import pytest
 import tiny_models
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger.transformers as lt
 from liger.transformers.checkpointing import decoder_layers, memory_plan
@@ -71,3 +73,43 @@ def measured(**settings):
         tiny_models.step(model, **tiny_models.batch())
     (planner,) = planners(model)
     return planner.last_start[False] + planner.plan.need(False, 0, planner.longest), planner.plan.cost(1)
+
+
+def result_of(model, loss):
+    """The result of a step, after its backward."""
+    return {"loss": loss}, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_bits(ours, theirs):
+    """Two results of steps have the same bits."""
+    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
+    assert ours[1].keys() == theirs[1].keys() and ours[1]
+    for name, expected in theirs[1].items():
+        assert torch.equal(ours[1][name], expected), name
+
+
+def free_bytes(store):
+    """Bytes of the blocks of host memory that nothing uses."""
+    store.pool.settle()
+    return sum(length for free in store.pool._free for _, length in free)
+
+
+def counts(model):
+    """The number of layers in each state of the last step."""
+    (planner,) = planners(model)
+    return planner.plan.counts(planner.step.kept)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the kernels of SDPA that run in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = self.backwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_scaled_dot_product" in func.__name__:
+            is_backward = "backward" in func.__name__
+            self.backwards += is_backward
+            self.forwards += not is_backward
+        return func(*args, **(kwargs or {}))

@@ -9,8 +9,17 @@ pytest.importorskip("transformers")
 import tiny_models
 import transformers
 from combinations import inputs_of, lora, seeded_step
-from planned_llama import LAYERS, MOST, PLENTY, attention_first, llama, set_level
-from torch.utils._python_dispatch import TorchDispatchMode
+from planned_llama import (
+    LAYERS,
+    MOST,
+    PLENTY,
+    Kernels,
+    assert_bits,
+    attention_first,
+    counts,
+    llama,
+    set_level,
+)
 from transformers.integrations import flash_attention
 
 import liger.transformers as lt
@@ -19,17 +28,6 @@ from liger.transformers.checkpointing.checkpoint import planners
 from liger.transformers.checkpointing.memory_plan import State
 
 pytestmark = pytest.mark.usefixtures(attention_first.__name__)
-
-
-def counts(model):
-    (planner,) = planners(model)
-    return planner.plan.counts(planner.step.kept)
-
-
-def assert_bits(ours, theirs):
-    assert torch.equal(ours[0]["loss"], theirs[0]["loss"]) and ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        assert torch.equal(ours[1][name], expected), name
 
 
 def noisy_attention(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
@@ -201,14 +199,6 @@ def gradients_of(model, x):
     loss = model(x).square().sum()
     loss.backward()
     return {"loss": loss.detach()}, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-class Kernels(TorchDispatchMode):
-    forwards = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forwards += "_scaled_dot_product" in func.__name__ and "backward" not in func.__name__
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

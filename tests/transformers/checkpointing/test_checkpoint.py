@@ -3,7 +3,6 @@
 arguments."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -11,8 +10,17 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
-from combinations import inputs_of, lora, seeded_step, tiny
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, measured, whole_layers
+from combinations import seeded_step
+from planned_llama import (
+    FEWEST,
+    MOST,
+    PLENTY,
+    calls_of_layers,
+    kept,
+    llama,
+    measured,
+    whole_layers,
+)
 from trainer_runs import train
 
 import liger
@@ -21,71 +29,6 @@ from liger.transformers.checkpointing import decoder_layers, methods
 from liger.transformers.checkpointing.checkpoint import planners
 
 pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
-
-
-def assert_bits(ours, theirs):
-    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
-    assert ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        assert torch.equal(ours[1][name], expected), name
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gemma3"])
-def test_same_bits(model_type, options):
-    """The step that counts, then one with half of the layers recomputed, then one with none."""
-    # The types with a list of layer types have two layers.
-    settings = {"num_hidden_layers": LAYERS} if model_type in ("llama", "mixtral", "qwen3_moe") else {}
-    models = [tiny(model_type, attention_dropout=0.2, **settings) for _ in range(2)]
-    if options is not None:
-        [liger.patch(model, **options) for model in models]
-    given = inputs_of(model_type)
-    expected = seeded_step(models[1], given)
-    lt.checkpoint(models[0], PLENTY)
-    seen = []
-    for allowed in (0, 0, len(planners(models[0])[0].layers) // 2, PLENTY):
-        (planner,) = planners(models[0])
-        planner.allowed = min(allowed, len(planner.layers) - FEWEST)
-        planner.settled.clear()
-        assert_bits(seeded_step(models[0], given), expected)
-        seen.append(sum(kept(models[0])))
-    assert seen == [0, 0, len(planner.layers) // 2, len(planner.layers) - FEWEST]
-
-
-@pytest.mark.parametrize("order", ["adapters first", "adapters last"])
-def test_lora(order):
-    models = [liger.patch(tiny("llama", num_hidden_layers=LAYERS)) for _ in range(2)]
-    if order == "adapters last":
-        lt.checkpoint(models[0], PLENTY)
-    models = [lora(m, "q_proj", "down_proj", init_lora_weights=False, lora_dropout=0.2) for m in models]
-    if order == "adapters first":
-        lt.checkpoint(models[0], PLENTY)
-    given = inputs_of("llama")
-    for _ in range(3):
-        assert_bits(*(seeded_step(model, given) for model in models))
-    assert sum(kept(models[0])) == MOST
-
-
-def test_accumulation_and_evaluation():
-    """Micro-batches with gradients of earlier ones, and forwards without gradients between the steps."""
-    models = [llama(), llama()]
-    lt.checkpoint(models[0], PLENTY)
-    for _ in range(3):
-        results = []
-        for model in models:
-            model.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                model(**tiny_models.batch())
-            model.train()
-            for tokens in (11, 8, 11):
-                loss = model(**tiny_models.batch(tokens=tokens)).loss
-                loss.backward()
-            results.append(({"loss": loss}, {n: p.grad for n, p in model.named_parameters()}))
-        assert_bits(*results)
-    (planner,) = planners(models[0])
-    assert planner.kept == {False: MOST, True: MOST}
 
 
 @pytest.mark.parametrize("when", ["before the plan", "after it"])
@@ -108,39 +51,6 @@ def test_gradients_when_the_first_step_is_measured(when, capsys):
         seen.append((planner.kept[False], capsys.readouterr().err))
     assert [count for count, _ in seen] == [0, MOST]
     assert "at 22 tokens; peak not measured yet" in seen[0][1] and "peak at most" in seen[1][1]
-
-
-def test_forwards_without_a_backward():
-    """Those whose result is gone do not count: after an error, or where the loss alone is asked for."""
-    model = lt.checkpoint(llama(attn_implementation="sdpa"), PLENTY)
-
-    def fail(*_):
-        raise RuntimeError("in a layer")
-
-    for number in range(5):
-        model(**tiny_models.batch())
-        handle = model.model.layers[number % 4].mlp.register_forward_hook(fail)
-        with pytest.raises(RuntimeError, match="in a layer"):
-            model(**tiny_models.batch())
-        handle.remove()
-        tiny_models.step(model, **tiny_models.batch())
-        assert planners(model)[0].longest == [22]
-    assert sum(kept(model)) == MOST
-
-
-def test_none_restores_what_was_there():
-    model = llama()
-    before = [dict(vars(module)) for module in model.modules()]
-    lt.checkpoint(model, PLENTY)
-    tiny_models.step(model, **tiny_models.batch())
-    assert model.is_gradient_checkpointing
-    assert lt.checkpoint(model, None) is model
-    assert planners(model) == [] and not model.is_gradient_checkpointing
-    assert [dict(vars(module)) for module in model.modules()] == before
-    calls = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    tiny_models.step(model, **tiny_models.batch())
-    assert calls == [1]
 
 
 def test_none_restores_checkpointing():
@@ -204,23 +114,6 @@ def test_report(capsys):
     assert report.checkpointing.startswith(f"{FEWEST} of 4 LlamaDecoderLayer recomputed, {MOST} keep 0.")
     assert str(report).splitlines()[-1] == f"checkpointing: {report.checkpointing}"
     assert report.summary.endswith(f"; checkpointing: {report.checkpointing}")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_copies_have_plans_of_their_own(copied, steps):
-    model = lt.checkpoint(llama(), PLENTY)
-    for _ in range(steps):
-        tiny_models.step(model, **tiny_models.batch())
-    other = copied(model)
-    (theirs,), (ours,) = planners(other), planners(model)
-    assert theirs is not ours and theirs.layers[0] is other.model.layers[0]
-    lt.checkpoint(model, None)
-    for _ in range(3):
-        tiny_models.step(other, **tiny_models.batch())
-    assert sum(kept(other)) == MOST
-    lt.checkpoint(other, None)
-    assert not other.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("theirs", [False, True])

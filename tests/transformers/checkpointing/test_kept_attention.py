@@ -2,7 +2,6 @@
 """Layers that are recomputed without their attention: the bits of full checkpointing, and one kernel call."""
 
 import contextlib
-import copy
 import functools
 import gc
 import weakref
@@ -14,10 +13,20 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
-from combinations import inputs_of, lora, seeded_step, tiny
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, attention_first, llama, set_level
+from combinations import inputs_of, lora, seeded_step
+from planned_llama import (
+    FEWEST,
+    LAYERS,
+    MOST,
+    PLENTY,
+    Kernels,
+    assert_bits,
+    attention_first,
+    counts,
+    llama,
+    set_level,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
 import liger.transformers as lt
@@ -28,33 +37,8 @@ from liger.transformers.checkpointing.memory_plan import State
 pytestmark = pytest.mark.usefixtures(attention_first.__name__)
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the kernels of SDPA that run in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.forwards = self.backwards = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_scaled_dot_product" in func.__name__:
-            is_backward = "backward" in func.__name__
-            self.backwards += is_backward
-            self.forwards += not is_backward
-        return func(*args, **(kwargs or {}))
-
-
 def sdpa_llama(**settings):
     return llama(attn_implementation="sdpa", **settings)
-
-
-def with_expected_step(model_type, options):
-    """(model, its inputs, the result of a step of a twin without a plan)"""
-    settings = {"num_hidden_layers": LAYERS} if model_type == "llama" else {}
-    models = [tiny(model_type, attn_implementation="sdpa", **settings) for _ in range(2)]
-    if options is not None:
-        [liger.patch(model, **options) for model in models]
-    given = inputs_of(model_type)
-    return models[0], given, seeded_step(models[1], given)
 
 
 def planned(model, given, level):
@@ -66,18 +50,6 @@ def planned(model, given, level):
     return model
 
 
-def counts(model):
-    (planner,) = planners(model)
-    return planner.plan.counts(planner.step.kept)
-
-
-def assert_bits(ours, theirs):
-    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
-    assert ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        assert torch.equal(ours[1][name], expected), name
-
-
 def kernels_of(model, given):
     with Kernels() as kernels:
         result = seeded_step(model, given)
@@ -85,23 +57,6 @@ def kernels_of(model, given):
 
 
 # --- bits ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gemma3"])
-def test_same_bits(model_type, options):
-    """Grouped queries, norms of queries and keys, sliding windows with masks, at all levels of the plan."""
-    model, given, expected = with_expected_step(model_type, options)
-    planned(model, given, 0)
-    (planner,) = planners(model)
-    layers = len(planner.layers)
-    for level in (1, layers - FEWEST, layers + 1 - FEWEST, 2 * (layers - FEWEST)):
-        set_level(model, level)
-        assert_bits(seeded_step(model, given), expected)
-        whole = max(level - layers + FEWEST, 0)
-        assert counts(model)[State.EVERYTHING] == whole
-        assert counts(model)[State.ATTENTION] == min(level, layers - FEWEST) - whole
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -216,11 +171,6 @@ def with_store(model, store):
     return model
 
 
-needs_function = pytest.mark.skipif(
-    bool(FEWEST), reason="this transformers reads the function of a layer earlier"
-)
-
-
 def test_a_store_of_its_own():
     """Each kept tensor is put once, taken once, and freed by the backward of its layer."""
     store, given = Store(), inputs_of("llama")
@@ -286,38 +236,6 @@ def test_attention_without_gradients():
     expected = seeded_step(models[1], given)
     planned(models[0], given, MOST)
     assert_bits(seeded_step(models[0], given), expected)
-
-
-def test_accumulation_and_evaluation():
-    models = [planned(sdpa_llama(), inputs_of("llama"), 1), sdpa_llama()]
-    for level in (1, MOST, MOST):
-        results = []
-        set_level(models[0], level)
-        for model in models:
-            model.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                model(**tiny_models.batch())
-            model.train()
-            for tokens in (11, 8, 11):
-                loss = model(**tiny_models.batch(tokens=tokens)).loss
-                loss.backward()
-            results.append(({"loss": loss}, {n: p.grad for n, p in model.named_parameters()}))
-        assert_bits(*results)
-    assert counts(models[0]) == (FEWEST, MOST, 0)
-
-
-def test_copies_and_the_end():
-    given = inputs_of("llama")
-    model = planned(sdpa_llama(), given, MOST)
-    expected = seeded_step(model, given)
-    again = copy.deepcopy(model)
-    assert_bits(seeded_step(again, given), expected)
-    assert counts(again)[State.ATTENTION] == MOST
-    lt.checkpoint(model, None)
-    result, kernels = kernels_of(model, given)
-    assert_bits(result, expected)
-    assert kernels == (LAYERS, LAYERS)
 
 
 def test_a_reentrant_checkpoint_keeps_no_attention():

@@ -2,8 +2,6 @@
 """liger.transformers.checkpoint(offload=...) on the CPU, where copies are plain: the same bits, what is
 moved."""
 
-import gc
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,10 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 pytest.importorskip("transformers")
 
 import tiny_models
-from combinations import inputs_of, lora, seeded_step, tiny
-from planned_llama import FEWEST, LAYERS, PLENTY, llama
+from combinations import inputs_of, lora, seeded_step
+from planned_llama import FEWEST, LAYERS, PLENTY, assert_bits, free_bytes, llama
 
-import liger
 import liger.transformers as lt
 from liger.transformers.checkpointing import host_pool, offload
 from liger.transformers.checkpointing.checkpoint import planners
@@ -38,42 +35,6 @@ def planned(model, offload=True, **settings):
 def allow(planner, number):
     planner.allowed = min(number, len(planner.layers) - FEWEST)
     planner.settled.clear()
-
-
-def result_of(model, loss):
-    return {"loss": loss}, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_bits(ours, theirs):
-    assert torch.equal(ours[0]["loss"], theirs[0]["loss"])
-    assert ours[1].keys() == theirs[1].keys() and ours[1]
-    for name, expected in theirs[1].items():
-        assert torch.equal(ours[1][name], expected), name
-
-
-def free_bytes(store):
-    store.pool.settle()
-    return sum(length for free in store.pool._free for _, length in free)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gemma3"])
-def test_same_bits(model_type, options):
-    settings = {"num_hidden_layers": LAYERS} if model_type in ("llama", "mixtral", "qwen3_moe") else {}
-    models = [tiny(model_type, attention_dropout=0.2, **settings) for _ in range(2)]
-    if options is not None:
-        [liger.patch(model, **options) for model in models]
-    given = inputs_of(model_type)
-    expected = seeded_step(models[1], given)
-    planner = planned(models[0])
-    count = len(planner.layers)
-    for allowed in (0, 0, count // 2, PLENTY):
-        allow(planner, allowed)
-        assert_bits(seeded_step(models[0], given), expected)
-        assert planner.store.moved > 0 or planner.step.kept >= count - 1
-        # No handle has outlived the backward.
-        assert planner.store.pool is None or free_bytes(planner.store) == planner.store.pool.size
 
 
 def test_what_is_moved():
@@ -124,46 +85,6 @@ def test_lora():
     assert planner.store.moved == (LAYERS - 2) * given["input_ids"].numel() * 64 * 4
 
 
-def test_accumulation_and_evaluation():
-    """Two forwards before each backward, forwards without gradients between the steps."""
-    models = [llama(), llama()]
-    planner = planned(models[0])
-    for _ in range(3):
-        results = []
-        for model in models:
-            model.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                model(**tiny_models.batch())
-            model.train()
-            for tokens in (11, 8):
-                chosen = model(**tiny_models.batch(tokens=tokens)).loss
-                loss = chosen - 0.5 * model(**tiny_models.batch(tokens=7)).loss
-                loss.backward()
-            results.append(result_of(model, loss))
-        assert_bits(*results)
-        allow(planner, 1)
-    # The last step: 2 x 8 and 2 x 7 tokens.
-    assert planner.store.moved == (LAYERS - 2) * (16 + 14) * 64 * 4
-    assert free_bytes(planner.store) == planner.store.pool.size
-
-
-def test_two_backwards_of_one_graph():
-    models = [llama(), llama()]
-    planner = planned(models[0])
-    allow(planner, 0)
-    for _ in range(2):
-        results = []
-        for model in models:
-            model.zero_grad()
-            loss = model(**tiny_models.batch()).loss
-            loss.backward(retain_graph=True)
-            loss.backward()
-            results.append(result_of(model, loss))
-        assert_bits(*results)
-    assert free_bytes(planner.store) == planner.store.pool.size
-
-
 def test_a_backward_that_ends_early():
     """The gradients of one layer alone: the layers before it have no backward."""
     models = [llama(), llama()]
@@ -177,27 +98,6 @@ def test_a_backward_that_ends_early():
         assert torch.equal(*gradients)
     assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
     assert free_bytes(planner.store) == planner.store.pool.size
-
-
-def test_errors_and_forwards_without_a_backward():
-    models = [llama(), llama()]
-    planner = planned(models[0])
-    allow(planner, 0)
-
-    def fail(*_):
-        raise RuntimeError("in a layer")
-
-    for number in range(4):
-        models[0](**tiny_models.batch())
-        handle = models[0].model.layers[number].mlp.register_forward_hook(fail)
-        with pytest.raises(RuntimeError, match="in a layer"):
-            models[0](**tiny_models.batch())
-        assert not planner.store._leaving
-        handle.remove()
-        assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
-        # The graph of a forward with an error is a cycle.
-        gc.collect()
-        assert free_bytes(planner.store) == planner.store.pool.size
 
 
 def test_a_bound_for_two_inputs(capsys):

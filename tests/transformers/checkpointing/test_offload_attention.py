@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Kept attention in host memory: bits, bytes, and the order of copies, waits and reuse of memory."""
 
-import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -11,10 +9,19 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models
-from combinations import inputs_of, lora, seeded_step
-from planned_llama import FEWEST, LAYERS, MOST, PLENTY, attention_first, llama, set_level
-from test_kept_attention import with_expected_step
-from test_offload import assert_bits, free_bytes, small_tensors_move  # noqa: F401  a fixture
+from combinations import seeded_step
+from planned_llama import (
+    FEWEST,
+    LAYERS,
+    MOST,
+    PLENTY,
+    assert_bits,
+    attention_first,
+    free_bytes,
+    llama,
+    set_level,
+)
+from test_offload import small_tensors_move  # noqa: F401  a fixture
 
 import liger.transformers as lt
 from liger.transformers.checkpointing import offload
@@ -41,21 +48,6 @@ def planned(model, given, **settings):
 
 def is_empty(store):
     return free_bytes(store) == store.pool.size
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("options", [None, {"recompute": True}], ids=["plain", "recompute"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
-def test_same_bits(model_type, options):
-    """At levels with attention in some layers, in all, and with whole layers."""
-    model, given, expected = with_expected_step(model_type, options)
-    planner = planned(model, given)
-    most = len(planner.layers) - FEWEST
-    for level in (0, 1, most, most + 1, 2 * most):
-        set_level(model, level)
-        assert_bits(seeded_step(model, given), expected)
-        assert planner.step.kept == level and planner.store.refused == 0
-        assert is_empty(planner.store)
 
 
 def test_what_is_moved():
@@ -147,20 +139,6 @@ def test_inputs_that_are_too_small_to_move(monkeypatch):
     assert planner.store.inputs == 0 and planner.store.moved == (MOST - 1) * 2 * OUTPUT
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_planned_model(copied):
-    """It has the plan and the inputs that this plan moves, and host memory of its own."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
-    planner = planned(model, given, offload=10**6)
-    set_level(model, MOST)
-    expected = tiny_models.step(model, **given)
-    other = copied(model)
-    (theirs,) = planners(other)
-    assert theirs.store.shortage(100.0) == 100 * (LAYERS - 1) * INPUT - 10**6
-    assert_bits(tiny_models.step(other, **given), expected)
-    assert theirs.store.moved == planner.store.moved and theirs.store.pool is not planner.store.pool
-
-
 @pytest.mark.parametrize("hidden", [True, False])
 def test_copies_that_take_longer_than_a_layer(hidden, monkeypatch):
     """Then attention stays on the device, and the inputs alone leave."""
@@ -190,27 +168,6 @@ def test_copies_that_take_longer_than_a_layer(hidden, monkeypatch):
         tiny_models.step(model, **given)
     assert planner.switches.leaving == [hidden] * LAYERS
     assert (planner.store.moved > planner.store.inputs) == hidden and planner.store.inputs
-
-
-def test_adapters_and_graphs_that_are_kept():
-    given = inputs_of("llama")
-    models = [
-        lora(llama(attn_implementation="sdpa"), "q_proj", "down_proj", init_lora_weights=False)
-        for _ in range(2)
-    ]
-    planner = planned(models[0], given)
-    set_level(models[0], MOST)
-    results = []
-    for model in models:
-        model.zero_grad()
-        loss = model(**given).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        results.append(({"loss": loss.detach()}, gradients))
-    del loss
-    assert_bits(*results)
-    assert planner.store.moved > planner.store.inputs and is_empty(planner.store)
 
 
 # --- the order of copies ------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 """liger.transformers.checkpoint(offload=...) with compiled code, entries and functions of other packages, by
 its own choice, and with bad arguments."""
 
-import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 pytest.importorskip("transformers")
 
 import tiny_models
-from planned_llama import FEWEST, MOST, PLENTY, kept, llama
-from test_offload import INPUT, allow, assert_bits, planned, small_tensors_move  # noqa: F401  a fixture
+from planned_llama import FEWEST, MOST, PLENTY, assert_bits, kept, llama
+from test_offload import INPUT, allow, planned, small_tensors_move  # noqa: F401  a fixture
 from trainer_runs import train
 
 import liger
@@ -139,31 +137,6 @@ def test_selective_checkpointing():
         allow(planner, 0)
         assert_bits(*(tiny_models.step(model, **tiny_models.batch()) for model in models))
     assert planner.store.moved == 3 * INPUT
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_pools_of_their_own(copied):
-    model = llama()
-    planner = planned(model)
-    for _ in range(3):
-        allow(planner, 1)
-        expected = tiny_models.step(model, **tiny_models.batch())
-    other = copied(model)
-    (theirs,) = planners(other)
-    assert theirs.store is not planner.store and theirs.store.pool is None
-    assert_bits(tiny_models.step(other, **tiny_models.batch()), expected)
-    assert theirs.store.moved == 2 * INPUT and theirs.store.pool is not planner.store.pool
-    functions = [vars(layer)["_gradient_checkpointing_func"] for layer in other.model.layers]
-    assert all(function.store is theirs.store for function in functions[:3])
-
-
-def test_the_end_restores_the_model():
-    model = llama()
-    before = [dict(vars(module)) for module in model.modules()]
-    planned(model)
-    tiny_models.step(model, **tiny_models.batch())
-    lt.checkpoint(model, None)
-    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 class Meter:

@@ -139,17 +139,6 @@ def test_shared_weight_that_hooks_gather():
     assert_same_step((output, grads), step(plain, **batch()))
 
 
-def test_shared_weight_with_kept_graph_and_accumulated_gradients():
-    model = liger.patch(tied())
-    loss = model(**batch()).loss
-    loss.backward(retain_graph=True)
-    first = model.lm_head.weight.grad.clone()
-    loss.backward()
-    torch.testing.assert_close(model.lm_head.weight.grad, 2 * first)
-    model(**batch()).loss.backward()
-    torch.testing.assert_close(model.lm_head.weight.grad, 3 * first)
-
-
 @pytest.mark.parametrize("way", ["inputs_embeds", "frozen", "evaluation", "no loss"])
 def test_calls_in_which_nothing_is_shared(way):
     plain = tied()

@@ -30,7 +30,6 @@ MODELS = {
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2},
 }
-SUMS = (torch.ops.aten.baddbmm, torch.ops.aten.einsum)
 
 
 def adapted(model, **settings):

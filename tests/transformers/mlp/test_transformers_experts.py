@@ -3,7 +3,6 @@
 memory."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ moe = pytest.importorskip("transformers.integrations.moe")
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
-from liger.transformers.checkpointing import methods  # noqa: E402
 from liger.transformers.mlp import experts  # noqa: E402
 
 if not hasattr(moe, "use_experts_implementation"):
@@ -88,28 +86,6 @@ def test_the_loss_of_the_router_is_untouched(device):
     ours, theirs = step(patched, **batch(device)), step(plain, **batch(device))
     torch.testing.assert_close(ours[0].aux_loss, theirs[0].aux_loss)
     assert_same_step(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-def test_gradient_checkpointing(device, name):
-    plain = model_of(name, device)
-    patched = liger.patch(twin(plain))
-    for model in (plain, patched):
-        methods.enable(model)
-    assert_same_step(step(patched, **batch(device)), step(plain, **batch(device)))
-
-
-def test_unpatch_copy_and_pickle(device):
-    plain = model_of("Qwen3Moe", device)
-    patched = liger.patch(twin(plain))
-    expected = step(plain, **batch(device))
-    for again in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
-        assert kinds(again).count("experts") == 2
-        assert_same_step(step(again, **batch(device)), expected)
-    restored = liger.unpatch(patched)
-    assert [type(m) for m in experts_of(restored)] == [type(m) for m in experts_of(plain)]
-    assert restored.state_dict().keys() == plain.state_dict().keys()
-    assert torch.equal(step(restored, **batch(device))[0]["loss"], expected[0]["loss"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

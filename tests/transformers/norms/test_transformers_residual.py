@@ -292,14 +292,6 @@ def test_checkpointing(name, reentrant):
     assert_same_step(step(unfused, **batch(), use_cache=False), expected)
 
 
-def test_layers_survive_copies(tmp_path):
-    model = liger.patch(make("llama"))
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert_same_step(step(loaded, **batch()), step(model, **batch()))
-    assert patch_report(loaded) == patch_report(model)
-
-
 def test_equal_layers_share_a_trial_unless_they_look_at_their_submodules(monkeypatch):
     def looking(self, x, mask=None, **kwargs):
         return DecoderLayer.forward(self, x, mask, **kwargs) * self.attention.factor

@@ -18,12 +18,10 @@ from liger.transformers.mlp.recipe import MLPRecipe  # noqa: E402
 
 
 def test_other_activation_is_left_alone():
-    plain = make("llama", hidden_act="relu")
-    model = liger.patch(twin(plain))
-    assert not {"swiglu", "geglu"} & set(lt.patch_report(model).replaced.values())
-    reasons = {n: r for n, r in lt.patch_report(model).left.items() if n.endswith("mlp")}
-    assert len(reasons) == 2 and all("ReLU" in reason for reason in reasons.values())
-    assert_same_step(step(model, **batch()), step(plain, **batch()))
+    report = lt.patch_report(liger.patch(make("llama", hidden_act="relu")))
+    assert not {"swiglu", "geglu"} & set(report.replaced.values())
+    reasons = [reason for name, reason in report.left.items() if name.endswith("mlp")]
+    assert len(reasons) == 2 and all("ReLU" in reason for reason in reasons)
 
 
 def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch):
@@ -103,20 +101,6 @@ def test_scaled_and_capped_logits_are_fused(scale, softcap, bias):
     torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
 
 
-def test_a_scale_in_bfloat16_is_as_exact_as_the_model():
-    plain = make("Granite", logits_scaling=3.0)
-    with torch.no_grad():
-        plain.lm_head.weight.mul_(20)
-    exact, grads = step(plain, **batch())
-    narrow = twin(plain).bfloat16()
-    errors = []
-    for model in (liger.patch(twin(narrow)), narrow):
-        output, found = step(model, **batch())
-        difference = found["lm_head.weight"].float() - grads["lm_head.weight"]
-        errors.append(((output.loss - exact.loss).abs().item(), difference.norm().item()))
-    assert errors[0][0] <= 2 * errors[1][0] + 1e-3 and errors[0][1] <= 2 * errors[1][1]
-
-
 def test_classes_that_a_model_cuts_off_get_no_gradient():
     plain = llama_with(lambda x: x[..., : VOCAB - 10])
     model = liger.patch(twin(plain))
@@ -150,37 +134,6 @@ def test_a_forward_set_on_the_instance_is_left_alone():
     model.model.norm.forward = lambda x: x * 2
     liger.patch(model)
     assert lt.patch_report(model).left == {"model.norm": "its forward was replaced on the instance"}
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds", "left"),
-    [
-        (
-            "Gemma2",
-            {"rms_norm": 9, "fused_add_rms_norm": 2, "geglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
-            {},
-        ),
-        (
-            "Phi3",
-            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
-            {},
-        ),
-        (
-            "Granite",
-            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
-            {},
-        ),
-    ],
-)
-def test_architectures_without_a_function_of_their_own(name, kinds, left):
-    plain = make(name, **({"logits_scaling": 3.0} if name == "Granite" else {}))
-    model = liger.patch(twin(plain))
-    report = lt.patch_report(model)
-    found = list(report.replaced.values())
-    assert {kind: found.count(kind) for kind in found} == kinds
-    for words, count in left.items():
-        assert sum(words in reason for reason in report.left.values()) == count
-    assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
