@@ -56,11 +56,7 @@ def group_norm_backward_torch(
     return torch.empty_like(x).copy_(grad_x), grad_weight, grad_bias
 
 
-register_family(
-    "group_norm",
-    {"group_norm": group_norm_torch, "group_norm_backward": group_norm_backward_torch},
-    "liger.triton_kernels.group_norm",
-)
+register_family("group_norm", group_norm_torch, group_norm_backward_torch)
 
 
 _group_norm = derive("group_norm")

@@ -43,11 +43,7 @@ def layer_norm_backward_torch(
     return torch.empty_like(x).copy_(rows_grad(weighted, xhat, rstd)), grad_weight, grad_bias
 
 
-register_family(
-    "layer_norm",
-    {"layer_norm": layer_norm_torch, "layer_norm_backward": layer_norm_backward_torch},
-    "liger.triton_kernels.layer_norm",
-)
+register_family("layer_norm", layer_norm_torch, layer_norm_backward_torch)
 
 
 _layer_norm = derive("layer_norm")

@@ -23,11 +23,7 @@ def relu_squared_backward_torch(grad_y, x):
     return torch.empty_like(x).copy_(grad_x)
 
 
-register_family(
-    "relu_squared",
-    {"relu_squared": relu_squared_torch, "relu_squared_backward": relu_squared_backward_torch},
-    "liger.triton_kernels.relu_squared",
-)
+register_family("relu_squared", relu_squared_torch, relu_squared_backward_torch)
 
 
 _relu_squared = derive("relu_squared")

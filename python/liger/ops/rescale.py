@@ -43,9 +43,7 @@ def rescale__torch(x, factor):
     _scale_into(x, x, factor)
 
 
-register_family(
-    "rescale", {"rescale": rescale_torch, "rescale_": rescale__torch}, "liger.triton_kernels.rescale"
-)
+register_family("rescale", rescale_torch, rescale__torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -54,8 +52,3 @@ register_family(
 @register_fake("liger::rescale")
 def _(x, factor):
     return torch.empty_like(x)
-
-
-@register_fake("liger::rescale_")
-def _(x, factor):
-    return None

@@ -101,18 +101,9 @@ def fused_add_rms_norm_backward_torch(
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 
+register_family("rms_norm", rms_norm_torch, rms_norm_backward_torch)
 register_family(
-    "rms_norm",
-    {"rms_norm": rms_norm_torch, "rms_norm_backward": rms_norm_backward_torch},
-    "liger.triton_kernels.rms_norm",
-)
-register_family(
-    "fused_add_rms_norm",
-    {
-        "fused_add_rms_norm": fused_add_rms_norm_torch,
-        "fused_add_rms_norm_backward": fused_add_rms_norm_backward_torch,
-    },
-    "liger.triton_kernels.rms_norm",
+    "fused_add_rms_norm", fused_add_rms_norm_torch, fused_add_rms_norm_backward_torch, triton="rms_norm"
 )
 
 

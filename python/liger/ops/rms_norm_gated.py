@@ -115,11 +115,7 @@ def rms_norm_gated_backward_torch(given):
     )
 
 
-register_family(
-    "rms_norm_gated",
-    {"rms_norm_gated": rms_norm_gated_torch, "rms_norm_gated_backward": rms_norm_gated_backward_torch},
-    "liger.triton_kernels.rms_norm_gated",
-)
+register_family("rms_norm_gated", rms_norm_gated_torch, rms_norm_gated_backward_torch)
 
 
 _rms_norm_gated = derive("rms_norm_gated")

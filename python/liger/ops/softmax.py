@@ -23,11 +23,7 @@ def softmax_backward_torch(grad_y, y):
     return torch.empty_like(y).copy_(wide_y * (wide_grad - (wide_y * wide_grad).sum(-1, keepdim=True)))
 
 
-register_family(
-    "softmax",
-    {"softmax": softmax_torch, "softmax_backward": softmax_backward_torch},
-    "liger.triton_kernels.softmax",
-)
+register_family("softmax", softmax_torch, softmax_backward_torch)
 
 
 _softmax = derive("softmax")

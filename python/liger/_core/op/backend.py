@@ -86,25 +86,32 @@ FAMILIES: dict[str, Family] = {}
 PORTABLE: Kernels = {}
 
 
-def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> None:
+def _by_op(kernels: Sequence[Any]) -> Kernels:
+    """Kernels by the name of their op, which is their own, with or without ``_torch``."""
+    return {kernel.__name__.removesuffix("_torch"): kernel for kernel in kernels}
+
+
+def register_family(name: str, *torch_kernels: Any, triton: str | None = None) -> None:
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
     Args:
         name: the public op.
-        torch_kernels: functions by op name.
-        triton_module: full name of a module with functions of the same names.
+        torch_kernels: functions ``<op>_torch``.
+        triton: the module of ``liger.triton_kernels`` with functions ``<op>``; by default the name.
     """
-    for op, kernel in torch_kernels.items():
-        _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
-    FAMILIES[name] = Family(name, torch_kernels, triton_module)
-
-
-def register_portable(kernels: Kernels) -> None:
-    """Registers Python kernels, by op name, that serve both CPU and CUDA tensors."""
+    kernels = _by_op(torch_kernels)
     for op, kernel in kernels.items():
+        _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
+    FAMILIES[name] = Family(name, kernels, f"liger.triton_kernels.{triton or name}")
+
+
+def register_portable(*kernels: Any) -> None:
+    """Registers Python kernels, functions with the names of their ops, that serve both CPU and CUDA
+    tensors."""
+    for op, kernel in _by_op(kernels).items():
         for key in ("CPU", "CUDA"):
             _library.impl(op, checking_overlap(op, kernel), key)
-    PORTABLE.update(kernels)
+        PORTABLE[op] = kernel
 
 
 def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:

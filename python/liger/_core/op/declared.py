@@ -141,9 +141,10 @@ def derive(op):
     """
     declaration = declarations()[op]
     for name in declaration.ops:
-        _register_fake(declaration, name)
         if name.endswith("_"):
             forbid_autograd(name)
+        else:
+            _register_fake(declaration, name)
     torch.library.register_vmap(f"liger::{op}", _vmap_rule(declaration, overload(op)))
     return differentiable(overload(op), *_formula(op))
 
@@ -177,7 +178,7 @@ def _register_fake(declaration, op):
             return main.new_empty(declaration.sizes(name, main, values), dtype=dtype)
 
         made = tuple(map(fake, results))
-        return made if len(made) > 1 else made[0] if made else None
+        return made if len(made) > 1 else made[0]
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from ..._core.op.autograd import (
     refuse_inplace_leaf,
     wants_grad,
 )
-from ..._core.op.backend import register_family
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
@@ -38,24 +37,7 @@ from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradi
 from ..._core.op.nodes import entering, register_cross_entropy
 from ..._core.op.tensors import check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
-from .rows import (
-    cross_entropy_backward__torch,
-    cross_entropy_backward_torch,
-    cross_entropy_forward__torch,
-    cross_entropy_forward_torch,
-)
-
-register_family(
-    "cross_entropy",
-    {
-        "cross_entropy_forward": cross_entropy_forward_torch,
-        "cross_entropy_forward_": cross_entropy_forward__torch,
-        "cross_entropy_backward": cross_entropy_backward_torch,
-        "cross_entropy_backward_": cross_entropy_backward__torch,
-    },
-    "liger.triton_kernels.cross_entropy",
-)
-
+from . import rows as _rows  # noqa: F401  registers the torch kernels
 
 # --- fakes --------------------------------------------------------------------------------------------------
 
@@ -82,11 +64,6 @@ def _(a):
 @register_fake("liger::cross_entropy_backward")
 def _(grad_loss, logits, *rest):
     return torch.empty_like(logits)
-
-
-@register_fake("liger::cross_entropy_backward_")
-def _(grad_loss, logits, *rest):
-    return None
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -114,12 +114,9 @@ def cross_entropy_stats_backward__torch(logits, *rest):
 
 register_family(
     "cross_entropy_stats",
-    {
-        "cross_entropy_stats": cross_entropy_stats_torch,
-        "cross_entropy_stats_backward": cross_entropy_stats_backward_torch,
-        "cross_entropy_stats_backward_": cross_entropy_stats_backward__torch,
-    },
-    "liger.triton_kernels.cross_entropy_stats",
+    cross_entropy_stats_torch,
+    cross_entropy_stats_backward_torch,
+    cross_entropy_stats_backward__torch,
 )
 
 
@@ -138,11 +135,6 @@ def _(
 @register_fake("liger::cross_entropy_stats_backward")
 def _(logits, *rest):
     return torch.empty_like(logits)
-
-
-@register_fake("liger::cross_entropy_stats_backward_")
-def _(logits, *rest):
-    return None
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

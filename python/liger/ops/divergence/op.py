@@ -22,32 +22,14 @@ from ..._core.op.autograd import (
     refuse_gradient_outputs,
     wants_grad,
 )
-from ..._core.op.backend import register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
 from ..._core.op.tensors import check_floating
 from ..._core.op.types import DivergenceReduction, Scalar
+from . import rows as _rows  # noqa: F401  registers the torch kernels
 from .reduction import flatten_pair, nan_if_empty, row_weights
-from .rows import (
-    divergence_backward_torch,
-    divergence_ce_forward__torch,
-    divergence_forward__torch,
-    divergence_forward_torch,
-)
-
-register_family(
-    "divergence",
-    {
-        "divergence_forward": divergence_forward_torch,
-        "divergence_forward_": divergence_forward__torch,
-        "divergence_ce_forward_": divergence_ce_forward__torch,
-        "divergence_backward": divergence_backward_torch,
-    },
-    "liger.triton_kernels.divergence",
-)
-
 
 # --- fakes --------------------------------------------------------------------------------------------------
 

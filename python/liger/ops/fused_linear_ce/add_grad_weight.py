@@ -20,7 +20,6 @@ from ..._core.op.arguments import dtype_name
 from ..._core.op.autograd import forbid_autograd, recording_tracer, wants_grad
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
-from ..._core.op.fakes import register_fake
 from ..._core.op.tensors import check_classes
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
@@ -89,25 +88,7 @@ def fused_linear_logprobs_add_grad_weight_(a):
     chunks.add_logprobs(target, a.grad_logprobs, a.grad_entropy)
 
 
-register_portable(
-    {
-        "fused_linear_ce_add_grad_weight_": fused_linear_ce_add_grad_weight_,
-        "fused_linear_logprobs_add_grad_weight_": fused_linear_logprobs_add_grad_weight_,
-    }
-)
-
-
-# --- fakes --------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::fused_linear_ce_add_grad_weight_")
-def _(grad_weight, *arguments):
-    return None
-
-
-@register_fake("liger::fused_linear_logprobs_add_grad_weight_")
-def _(grad_weight, *arguments):
-    return None
+register_portable(fused_linear_ce_add_grad_weight_, fused_linear_logprobs_add_grad_weight_)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -158,9 +158,5 @@ def _logprob_chunks(a, needs_grad):
 
 
 register_portable(
-    {
-        "fused_linear_ce_lora_forward": fused_linear_ce_lora_forward,
-        "fused_linear_logprobs_lora_forward": fused_linear_logprobs_lora_forward,
-        "fused_linear_logprobs_lora_backward": fused_linear_logprobs_lora_backward,
-    }
+    fused_linear_ce_lora_forward, fused_linear_logprobs_lora_forward, fused_linear_logprobs_lora_backward
 )

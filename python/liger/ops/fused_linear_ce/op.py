@@ -94,11 +94,7 @@ def fused_linear_ce_forward_torch(a):
     return *reduced, *chunks.finish()
 
 
-register_family(
-    "fused_linear_ce",
-    {"fused_linear_ce_forward": fused_linear_ce_forward_torch},
-    "liger.triton_kernels.fused_linear_ce",
-)
+register_family("fused_linear_ce", fused_linear_ce_forward_torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------

@@ -147,9 +147,4 @@ def _ce_options(options, reduction, token_weight=None):
     return CEOptions(token_weight=token_weight, **of_logits, **limits)
 
 
-register_portable(
-    {
-        "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
-        "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
-    }
-)
+register_portable(fused_linear_logprobs_forward, fused_linear_logprobs_backward)

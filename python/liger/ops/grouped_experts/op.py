@@ -216,12 +216,7 @@ def grouped_experts_backward_kernel(a):
     return _gradients([a.kept.clone()], a)
 
 
-register_portable(
-    {
-        "grouped_experts_forward": grouped_experts_forward_kernel,
-        "grouped_experts_backward": grouped_experts_backward_kernel,
-    }
-)
+register_portable(grouped_experts_forward_kernel, grouped_experts_backward_kernel)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------

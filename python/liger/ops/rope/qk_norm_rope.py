@@ -70,11 +70,7 @@ def qk_norm_rope_backward_torch(a):
     return grad_q, grad_k, grad_q_weight, grad_k_weight
 
 
-register_family(
-    "qk_norm_rope",
-    {"qk_norm_rope": qk_norm_rope_torch, "qk_norm_rope_backward": qk_norm_rope_backward_torch},
-    "liger.triton_kernels.qk_norm_rope",
-)
+register_family("qk_norm_rope", qk_norm_rope_torch, qk_norm_rope_backward_torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------

@@ -223,12 +223,7 @@ def tiled_mlp_backward_kernel(a):
     return _gradients(copies, a)
 
 
-register_portable(
-    {
-        "tiled_mlp_forward": tiled_mlp_forward_kernel,
-        "tiled_mlp_backward": tiled_mlp_backward_kernel,
-    }
-)
+register_portable(tiled_mlp_forward_kernel, tiled_mlp_backward_kernel)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
