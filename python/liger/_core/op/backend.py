@@ -36,6 +36,7 @@ from ..runtime.environment import changed_since_import, targets_checked, triton_
 from ..runtime.extras import install
 from ..runtime.log import log_dispatch, topics
 from .arguments import TEXT, check
+from .by_name import arguments_type
 from .kernel_checks import checking_arguments, checking_devices, checking_overlap
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
@@ -112,6 +113,18 @@ def register_portable(*kernels: Any) -> None:
         for key in ("CPU", "CUDA"):
             _library.impl(op, checking_overlap(op, kernel), key)
         PORTABLE[op] = kernel
+
+
+def register_composite(function: Callable[..., Any]) -> None:
+    """Registers a public function as the kernel of the op of its name, whose arguments are among its
+    parameters."""
+    name = function.__name__
+    arguments = arguments_type(getattr(torch.ops.liger, name).default)
+
+    def composite(*args: Any, **keywords: Any) -> Any:
+        return function(**arguments(*args, **keywords)._asdict())
+
+    _library.impl(name, composite, "CompositeImplicitAutograd")
 
 
 def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:

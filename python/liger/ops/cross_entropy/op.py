@@ -30,6 +30,7 @@ from ..._core.op.autograd import (
     refuse_inplace_leaf,
     wants_grad,
 )
+from ..._core.op.backend import register_composite
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
@@ -206,14 +207,6 @@ def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
     return output_like(tokens, options.reduction, metrics, results)
 
 
-def _composite(logits, target, *options):
-    return _cross_entropy(logits, target, CEOptions(*options), Metrics(), inplace=False)
-
-
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
-
-
 # --- public API ---------------------------------------------------------------------------------------------
 
 
@@ -320,3 +313,6 @@ def cross_entropy(
     )
     shards = given_shards(group, vocab_start, vocab_size)
     return _cross_entropy(logits, target, options, Metrics.named(metrics), inplace, shards)
+
+
+register_composite(cross_entropy)

@@ -22,7 +22,7 @@ from ..._core.op.autograd import (
     refuse_gradient_outputs,
     wants_grad,
 )
-from ..._core.op.by_name import by_name
+from ..._core.op.backend import register_composite
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
@@ -155,30 +155,9 @@ def _divergence(op, student, teacher, target, token_weight, denominator, options
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _composite(name, divergence_of):
-    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
-
-    @by_name(getattr(torch.ops.liger, name).default)
-    def composite(a):
-        options = _Options(*divergence_of(a), a.temperature, a.log_probs, a.ignore_index)
-        tensors = a.student, a.teacher, a.target, a.token_weight, a.denominator
-        return _divergence(name, *tensors, options, a.reduction)
-
-    return composite
-
-
 def kl_divergence(reverse):
     """The name of the divergence of ``kl_div``."""
     return "reverse_kl" if reverse else "forward_kl"
-
-
-_library = torch.library.Library("liger", "IMPL")
-for _name, _divergence_of in {
-    "kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
-    "jsd": lambda a: (jsd_divergence(a.beta), a.beta),
-    "tvd": lambda a: ("tvd", 0.5),
-}.items():
-    _library.impl(_name, _composite(_name, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -328,3 +307,7 @@ def tvd(
     denominator = denominator_tensor(denominator, student)
     options = _Options("tvd", 0.5, temperature, log_probs, ignore_index)
     return _divergence("tvd", student, teacher, target, token_weight, denominator, options, reduction)
+
+
+for _function in (kl_div, jsd, tvd):
+    register_composite(_function)

@@ -34,7 +34,7 @@ from ..._core.math.row_blocks import row_blocks
 from ..._core.op.arguments import CE_OPTIONS, FLAG, LORA, arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.backend import register_family
+from ..._core.op.backend import register_composite, register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
@@ -189,14 +189,6 @@ def _head_loss(
     return output_like(tokens, options.reduction, metrics, results)
 
 
-def _composite(input, weight, target, bias=None, *options):
-    return _head_loss(input, weight, target, bias, CEOptions(*options), Metrics())
-
-
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
-
-
 # --- public API ---------------------------------------------------------------------------------------------
 
 
@@ -330,3 +322,6 @@ def fused_linear_ce(
         check_lora("fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b, **refused)
     metrics = Metrics.named(metrics)
     return _head_loss(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)
+
+
+register_composite(fused_linear_ce)

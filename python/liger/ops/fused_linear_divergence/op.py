@@ -18,7 +18,8 @@ from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.by_name import by_name, options_among
+from ..._core.op.backend import register_composite
+from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
@@ -178,28 +179,6 @@ def _fused_linear_divergence(op, divergence, layer, given_teacher, token_weight,
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _composite(name, divergence_of):
-    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
-
-    @by_name(getattr(torch.ops.liger, name).default)
-    def composite(a):
-        layer, teacher = (a.input, a.weight, a.target, a.bias), options_among(_Teacher, a)
-        options = options_among(_Options, a)
-        return _fused_linear_divergence(
-            name, divergence_of(a), layer, teacher, a.token_weight, a.denominator, options
-        )
-
-    return composite
-
-
-_library = torch.library.Library("liger", "IMPL")
-for _op, _divergence_of in {
-    "fused_linear_kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
-    "fused_linear_jsd": lambda a: (jsd_divergence(a.beta), a.beta),
-}.items():
-    _library.impl(_op, _composite(_op, _divergence_of), "CompositeImplicitAutograd")
-
-
 # --- public API ---------------------------------------------------------------------------------------------
 
 
@@ -324,3 +303,7 @@ def fused_linear_jsd(
     return _fused_linear_divergence(
         "fused_linear_jsd", divergence, layer, teacher, token_weight, denominator, options
     )
+
+
+for _function in (fused_linear_kl_div, fused_linear_jsd):
+    register_composite(_function)

@@ -25,7 +25,7 @@ from ..._core.op.autograd import (
     wants_grad,
     without_base,
 )
-from ..._core.op.backend import register_portable
+from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import ExpertActivation
@@ -348,5 +348,4 @@ def grouped_experts(
     return _forward_op(x, top_k_index, top_k_weights, *parameters, *options, keep)[0]
 
 
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("grouped_experts", grouped_experts, "CompositeImplicitAutograd")
+register_composite(grouped_experts)

@@ -21,7 +21,7 @@ from ..._core.math.matmul import write_linear
 from ..._core.op.arguments import BYTES, INTEGER, arguments, choice
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
-from ..._core.op.backend import register_portable
+from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import Activation
@@ -366,5 +366,4 @@ def tiled_mlp(
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]
 
 
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("tiled_mlp", tiled_mlp, "CompositeImplicitAutograd")
+register_composite(tiled_mlp)
