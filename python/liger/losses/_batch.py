@@ -103,15 +103,11 @@ class Batch:
         self.accumulate_dtype = accumulate_dtype(input.dtype)
         if cu_seqlens is None:
             if target.dim() != 2:
-                raise RuntimeError(
-                    f"{op}: target has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
-                )
+                raise wrong_shape(op, "target", target, "(sequences, length), or cu_seqlens")
             self.shape, self.valid, self.longest = target.shape, valid, target.shape[1]
             return
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise RuntimeError(
-                f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)"
-            )
+            raise wrong_shape(op, "cu_seqlens", cu_seqlens, "(sequences + 1,)")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
         check_device(op, "cu_seqlens", cu_seqlens, "target", target)
@@ -144,7 +140,7 @@ class Batch:
         has one of the shapes."""
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
-            raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+            raise wrong_shape(self.op, name, tensor, expected)
         if tensor.is_complex():
             raise wrong_dtype(self.op, name, tensor, "a real one")
         check_device(self.op, name, tensor, "input", self.input)

@@ -25,6 +25,7 @@ from .._core.op.arguments import (
     arguments,
     check,
 )
+from .._core.op.tensors import wrong_shape
 from .._core.op.types import CrossEntropyMetric, Device, Reduction, Scalar
 from ..ops.cross_entropy.op import cross_entropy
 from ..ops.fused_linear_ce.op import fused_linear_ce
@@ -47,7 +48,7 @@ class LossOptions(TypedDict, total=False):
 def _check_class_weight(op, name, weight):
     check(op, name, weight, TENSOR, optional=True)
     if weight is not None and weight.dim() != 1:
-        raise RuntimeError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
+        raise wrong_shape(op, name, weight, "(classes,)")
 
 
 class _CrossEntropyOptions(nn.Module):

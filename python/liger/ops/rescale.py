@@ -11,11 +11,12 @@ from .._core.math.dtypes import accumulate_dtype
 from .._core.math.row_blocks import row_blocks
 from .._core.op.backend import register_family
 from .._core.op.fakes import register_fake
+from .._core.op.tensors import wrong_shape
 
 
 def _check(x, factor):
     if factor.numel() != 1:
-        raise RuntimeError(f"rescale: factor has shape {tuple(factor.shape)}, expected one element")
+        raise wrong_shape("rescale", "factor", factor, "one element")
 
 
 # --- torch backend ------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def _bad_input(rank, world):
             vocab_size=34)  # fmt: skip
     refuses("target at row 0 is 34, expected 0 <= target < 34", x, mine, torch.full_like(target, 34))
     refuses(r"ce_weight has shape \(17,\), expected \(34,\)", x, mine, target, ce_weight=torch.ones(17))
-    refuses("ce_weight has dtype torch.int64", x, mine, target, ce_weight=torch.ones(34).long())
+    refuses("ce_weight has dtype int64", x, mine, target, ce_weight=torch.ones(34).long())
     refuses(r"bias has shape \(34,\), expected \(17,\)", x, mine, target, bias)
     refuses(r"weight has shape \(17,\)", x, mine[:, 0], target)
     refuses("reduction is 'max'", x, mine, target, reduction="max")

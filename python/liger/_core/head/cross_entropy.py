@@ -10,6 +10,7 @@ import torch
 from ..math.computed_rows import ignored_rows
 from ..math.dtypes import accumulate_dtype
 from ..op.by_name import options_among
+from ..op.tensors import wrong_shape
 
 
 def check_targets(op, target, vocab, ignore_index):
@@ -39,7 +40,7 @@ def check_row_stats(op, logits, stats):
     """Raises RuntimeError for statistics that are not from the forward: (2, rows), see
     :class:`RowResults`."""
     if stats.ndim != 2 or len(stats) != 2:
-        raise RuntimeError(f"{op}: stats has shape {tuple(stats.shape)}, expected (2, {logits.shape[0]})")
+        raise wrong_shape(op, "stats", stats, f"(2, {logits.shape[0]})")
     check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
 
 

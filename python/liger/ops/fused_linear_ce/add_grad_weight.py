@@ -20,7 +20,7 @@ from ..._core.op.arguments import dtype_name
 from ..._core.op.autograd import forbid_autograd, recording_tracer, wants_grad
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
-from ..._core.op.tensors import check_classes
+from ..._core.op.tensors import check_classes, wrong_shape
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
 
@@ -43,7 +43,7 @@ def _check_sum(op, grad_weight, weight):
 
 def _check_upstream(op, name, tensor, expected):
     if tensor is not None and tensor.shape != expected:
-        raise RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+        raise wrong_shape(op, name, tensor, expected)
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
