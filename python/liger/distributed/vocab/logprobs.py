@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..._core.head.cross_entropy import LogProbMetrics
 from ..._core.head.lm_head import HeadOptions, RowStatistics
-from ..._core.head.results import fake_gradients, fake_logprobs
+from ..._core.head.results import LogProbRows, fake_gradients, fake_logprobs, new_rows
 from ..._core.math.computed_rows import computed_rows, ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.autograd import at_positions, differentiable, differentiable_once
@@ -185,8 +185,11 @@ def _forward(a):
         engine_plan = _engine.forward_plan(head, keep)
         if engine_plan is not None:
             found, *kept = _engine.forward(head, engine_plan, requested.entropy, requested.argmax, keep)
-            no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
-            return found.logprobs, found.entropy, found.argmax, found.stats, *no_metrics, *kept
+            of_target, no_metrics = (
+                (found.logprobs, found.entropy, found.argmax),
+                new_rows(input, False, False),
+            )
+            return *of_target, found.stats, *no_metrics, *kept
     head = options._replace(ignore_index=_IGNORED).head(weight, bias)
     ignored = ignored_rows(target, options.ignore_index)
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
@@ -194,28 +197,22 @@ def _forward(a):
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
     # The values of ignored rows, which no process computes: all have the same targets.
     computed = computed_rows(target, options.ignore_index, skip=True)
-    logprobs, stats = input.new_zeros(rows, dtype=wide), input.new_zeros(2, rows, dtype=wide)
+    results, stats = LogProbRows(input, requested), input.new_zeros(2, rows, dtype=wide)
     stats[1] = 1.0
-    entropy = input.new_zeros(rows if requested.entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
-    metrics = [input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested[2:]]
 
     def finish(chunk):
         merged, *of_chunk = _Shard.unstacked(chunk.wait(), requested).merged()
         left_out, y = ignored[chunk.rows], target[chunk.rows]
         # A target that is no class: only a CUDA tensor can have one.
         found = torch.where((y >= 0) & (y < vocab_size), merged.logprobs, torch.nan)
-        logprobs[chunk.rows] = found.masked_fill_(left_out, 0.0)
         largest, total = merged.stats
         stats[0, chunk.rows] = largest.masked_fill_(left_out, 0.0)
         stats[1, chunk.rows] = total.masked_fill_(left_out, 1.0)
-        if requested.entropy:
-            entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
-        if requested.argmax:
-            argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
-        for result, values in zip(metrics, of_chunk, strict=True):
-            if result.numel():
-                result[chunk.rows] = values.masked_fill_(left_out, 0.0)
+        values = found, merged.entropy, merged.argmax, *of_chunk
+        for value, if_left_out in zip(values, (0.0, 0.0, -1, 0.0, 0.0), strict=True):
+            if value.numel():
+                value.masked_fill_(left_out, if_left_out)
+        results.write(chunk.rows, *values)
 
     plan = ChunkPlan.of(
         input, group, vocab_size, False, True, budget, computed.count, _bytes_per_logit(logits_dtype)
@@ -232,7 +229,8 @@ def _forward(a):
         return Chunk(chunk, logits, *gather(shard.stacked(), group))
 
     plan.run(computed, start, finish)
-    return logprobs, entropy, argmax, stats, *metrics, empty, input.new_empty(0, dtype=wide)
+    *of_target, squares, means = results.all
+    return *of_target, stats, squares, means, empty, input.new_empty(0, dtype=wide)
 
 
 @by_name(torch.ops.liger_distributed.fused_linear_logprobs_backward.default)
