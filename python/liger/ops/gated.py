@@ -53,6 +53,14 @@ _FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh"
 
 # ``approximate`` of torch.nn.functional.gelu -> name of the activation.
 GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
+APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
+
+
+def op_of(activation, form=""):
+    """(op, its options) of the family that has an activation; ``form``: what follows the name of the
+    family."""
+    family, options = ("swiglu", ()) if activation == "silu" else ("geglu", (APPROXIMATIONS[activation],))
+    return getattr(torch.ops.liger, family + form).default, options
 
 
 def _product(gate, up, activation):

@@ -65,7 +65,6 @@ class CEOptions(NamedTuple):
 
     @classmethod
     def of_op(cls, arguments):
-        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
         return options_among(cls, arguments)
 
     @property

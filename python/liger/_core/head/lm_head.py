@@ -45,7 +45,6 @@ class HeadOptions(NamedTuple):
 
     @classmethod
     def of_op(cls, arguments):
-        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
         return options_among(cls, arguments)
 
     @property

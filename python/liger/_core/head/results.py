@@ -99,12 +99,20 @@ def fake_logprobs(arguments):
     return LogProbRows(arguments.input, LogProbMetrics.of_op(arguments)).all
 
 
+# Arguments that may be None -> the argument whose dtype their empty gradient has then.
+_STANDS_FOR = {"bias": "weight", "lora_a": "lora_b", "down": "lora_b"}
+
+
 def fake_gradients(arguments):
-    """Fake gradients of input, weight and bias of an op with an lm_head, from its arguments by name."""
-    input, weight, bias = arguments.input, arguments.weight, arguments.bias
-    needed = zip((input, weight, bias), (input, weight, weight), arguments.needs_grad, strict=True)
+    """Fake gradients of an op with an lm_head, from its arguments by name: one for each ``need_grad_*``."""
+    names = [n.removeprefix("need_grad_") for n in arguments._fields if n.startswith("need_grad_")]
+    tensors = [getattr(arguments, name) for name in names]
+    needed = zip(names, tensors, arguments.needs_grad, strict=True)
     return tuple(
-        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0) for t, like, need in needed
+        getattr(arguments, _STANDS_FOR[name]).new_empty(0)
+        if t is None
+        else t.new_empty(t.shape if need else 0)
+        for name, t, need in needed
     )
 
 

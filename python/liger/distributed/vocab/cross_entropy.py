@@ -26,7 +26,7 @@ from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import refuse_gradients
 from ..._core.op.tensors import check_classes
-from ...ops.fused_linear_ce.op import differentiable_ce
+from ...ops.fused_linear_ce.lora import differentiable_ce
 from . import sm90
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
 from .rows import Rows, check_class_weights

@@ -7,12 +7,14 @@ The logits are ``hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ l
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..._core.head.cross_entropy import Metrics
 from ..._core.head.lm_head import HeadOptions
 from ..._core.head.low_rank import check_factors, refuse_one_factor
-from ..._core.head.results import fake_logprobs, fake_results
+from ..._core.head.results import fake_gradients, fake_logprobs, fake_results
 from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
@@ -29,21 +31,11 @@ _logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_
 # --- fakes --------------------------------------------------------------------------------------------------
 
 
-def _fake_gradients(a):
-    tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
-    # The gradient of an argument that is None.
-    likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
-    return tuple(
-        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)
-        for t, like, need in zip(tensors, likes, a.needs_grad, strict=True)
-    )
-
-
 @register_fake("liger::fused_linear_ce_lora_forward")
 @by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
 def _(a):
     results = fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a))
-    return *results, *_fake_gradients(a)
+    return *results, *fake_gradients(a)
 
 
 @register_fake("liger::fused_linear_logprobs_lora_forward")
@@ -53,19 +45,22 @@ def _(a):
 
 
 register_fake("liger::fused_linear_logprobs_lora_backward")(
-    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(_fake_gradients)
+    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(fake_gradients)
 )
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
 
-_ce_op = gradients_in_forward(
-    torch.ops.liger.fused_linear_ce_lora_forward.default,
-    "fused_linear_ce",
+# For ops with the arguments of fused_linear_ce_forward, and possibly more.
+differentiable_ce = partial(
+    gradients_in_forward,
     refused=("ce_weight", "token_weight", "denominator"),
     row_weight="token_weight",
     per_row=("reduction", "none", "sum"),
-    differentiated=_DIFFERENTIATED,
+)
+
+_ce_op = differentiable_ce(
+    torch.ops.liger.fused_linear_ce_lora_forward.default, "fused_linear_ce", differentiated=_DIFFERENTIATED
 )
 
 

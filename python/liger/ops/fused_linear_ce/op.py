@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import overload
 
 import torch
@@ -37,13 +36,12 @@ from ..._core.op.autograd import wants_grad
 from ..._core.op.backend import register_composite, register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows
 from ..._core.op.tensors import check_accum_dtype, check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
-from .lora import check_lora, lora_ce
+from .lora import check_lora, differentiable_ce, lora_ce
 
 # --- torch backend ------------------------------------------------------------------------------------------
 
@@ -110,15 +108,6 @@ def _(a):
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
-
-# For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the
-# metrics.
-differentiable_ce = partial(
-    gradients_in_forward,
-    refused=("ce_weight", "token_weight", "denominator"),
-    row_weight="token_weight",
-    per_row=("reduction", "none", "sum"),
-)
 
 fused_linear_ce_forward = differentiable_ce(
     torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce"
