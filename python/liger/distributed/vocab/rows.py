@@ -41,7 +41,6 @@ class Rows:
 
     def __init__(self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics):
         ce_weight, self.classes = options.ce_weight, classes
-        check_class_weights(op, ce_weight, target, vocab_size)
         self.rule = make_rule(op, dtype, vocab_size, target, options)
         self.results = RowResults(self.rule, metrics)
         self.denominator = self.rule.denominator(options.denominator, options.reduction)
