@@ -12,8 +12,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import INTEGER, NOT_NEGATIVE, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
 
@@ -56,10 +55,7 @@ def group_norm_backward_torch(
     return torch.empty_like(x).copy_(grad_x), grad_weight, grad_bias
 
 
-register_family("group_norm", group_norm_torch, group_norm_backward_torch)
-
-
-_group_norm = derive("group_norm")
+_group_norm = declared_family("group_norm", group_norm_torch, group_norm_backward_torch)
 
 
 # --- public API ---------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import NOT_NEGATIVE, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
 # --- torch backend ------------------------------------------------------------------------------------------
@@ -43,10 +42,7 @@ def layer_norm_backward_torch(
     return torch.empty_like(x).copy_(rows_grad(weighted, xhat, rstd)), grad_weight, grad_bias
 
 
-register_family("layer_norm", layer_norm_torch, layer_norm_backward_torch)
-
-
-_layer_norm = derive("layer_norm")
+_layer_norm = declared_family("layer_norm", layer_norm_torch, layer_norm_backward_torch)
 
 
 # --- public API ---------------------------------------------------------------------------------------------

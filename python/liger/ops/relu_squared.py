@@ -7,8 +7,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 
 # --- torch backend ------------------------------------------------------------------------------------------
 
@@ -23,10 +22,7 @@ def relu_squared_backward_torch(grad_y, x):
     return torch.empty_like(x).copy_(grad_x)
 
 
-register_family("relu_squared", relu_squared_torch, relu_squared_backward_torch)
-
-
-_relu_squared = derive("relu_squared")
+_relu_squared = declared_family("relu_squared", relu_squared_torch, relu_squared_backward_torch)
 
 
 # --- public API ---------------------------------------------------------------------------------------------

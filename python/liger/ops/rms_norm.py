@@ -15,8 +15,7 @@ import torch
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .._core.op.types import CastingMode
 
 
@@ -101,14 +100,10 @@ def fused_add_rms_norm_backward_torch(
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 
-register_family("rms_norm", rms_norm_torch, rms_norm_backward_torch)
-register_family(
+_rms_norm = declared_family("rms_norm", rms_norm_torch, rms_norm_backward_torch)
+_fused_add_rms_norm = declared_family(
     "fused_add_rms_norm", fused_add_rms_norm_torch, fused_add_rms_norm_backward_torch, triton="rms_norm"
 )
-
-
-_rms_norm = derive("rms_norm")
-_fused_add_rms_norm = derive("fused_add_rms_norm")
 
 
 # --- public API ---------------------------------------------------------------------------------------------

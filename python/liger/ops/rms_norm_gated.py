@@ -19,9 +19,8 @@ import torch
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FLAG, NORM, arguments, check
-from .._core.op.backend import register_family
+from .._core.op.backend import declared_family
 from .._core.op.by_name import by_name
-from .._core.op.declared import derive
 from .._core.op.types import CastingMode, GateActivation
 
 
@@ -115,10 +114,7 @@ def rms_norm_gated_backward_torch(given):
     )
 
 
-register_family("rms_norm_gated", rms_norm_gated_torch, rms_norm_gated_backward_torch)
-
-
-_rms_norm_gated = derive("rms_norm_gated")
+_rms_norm_gated = declared_family("rms_norm_gated", rms_norm_gated_torch, rms_norm_gated_backward_torch)
 
 
 # --- public API ---------------------------------------------------------------------------------------------

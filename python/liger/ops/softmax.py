@@ -7,8 +7,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 
 # --- torch backend ------------------------------------------------------------------------------------------
 
@@ -23,10 +22,7 @@ def softmax_backward_torch(grad_y, y):
     return torch.empty_like(y).copy_(wide_y * (wide_grad - (wide_y * wide_grad).sum(-1, keepdim=True)))
 
 
-register_family("softmax", softmax_torch, softmax_backward_torch)
-
-
-_softmax = derive("softmax")
+_softmax = declared_family("softmax", softmax_torch, softmax_backward_torch)
 
 
 # --- public API ---------------------------------------------------------------------------------------------

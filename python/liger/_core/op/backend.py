@@ -37,6 +37,7 @@ from ..runtime.extras import install
 from ..runtime.log import log_dispatch, topics
 from .arguments import TEXT, check
 from .by_name import arguments_type
+from .declared import derive
 from .kernel_checks import checking_arguments, checking_devices, checking_overlap
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
@@ -104,6 +105,12 @@ def register_family(name: str, *torch_kernels: Any, triton: str | None = None) -
     for op, kernel in kernels.items():
         _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
     FAMILIES[name] = Family(name, kernels, f"liger.triton_kernels.{triton or name}")
+
+
+def declared_family(name: str, *torch_kernels: Any, triton: str | None = None) -> Callable[..., Any]:
+    """:func:`register_family` and :func:`.declared.derive` of a declared op: the entry of the op."""
+    register_family(name, *torch_kernels, triton=triton)
+    return derive(name)
 
 
 def register_portable(*kernels: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._core.dtensor.mixed import MixedTensors
-from ..._core.dtensor.placements import dense_strides, where_sharded
+from ..._core.dtensor.placements import where_sharded, wrapped
 
 # Suffixes of op names after the name of a public function.
 _FORMS = re.compile(r"(_metrics|_lora)?(_forward|_backward|_add_grad_weight)?(_product)?_?$")
@@ -111,10 +111,7 @@ class Call:
 
     def wrap(self, local, placements, shape=None):
         """A result as a DTensor. ``shape``: its global shape; None: the shape of the local tensor."""
-        shape = local.shape if shape is None else torch.Size(shape)
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=shape, stride=dense_strides(local, shape)
-        )
+        return wrapped(local, self.mesh, placements, local.shape if shape is None else shape)
 
     def _is_requested(self, name):
         """False for a result that the call leaves out: by a flag, or because its argument is None. Kept

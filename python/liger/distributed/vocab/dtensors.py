@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..._core.dtensor.placements import where_sharded
-from ..._core.dtensor.rows import align, follow, rewrapped
+from ..._core.dtensor.placements import where_sharded, wrapped
+from ..._core.dtensor.rows import align, follow
 from ..._core.head.cross_entropy import read_targets
 from ..._core.head.results import CrossEntropyOutput
 from ..._core.math.dtypes import accumulate_dtype
@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
 
     def per_row(self, local):
         """One value per row as a DTensor."""
-        rows = rewrapped(local, self.target, self.placements, self.target.shape)
+        rows = wrapped(local, self.mesh, self.placements, self.target.shape)
         return rows.redistribute(placements=self.tokens)
 
 
