@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layout of a batch of sequences: padded, (S, L), or packed, (T,) with cumulative lengths ``cu_seqlens``."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The base class of the distillation losses, its options and its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 

@@ -2,8 +2,6 @@
 """Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of
 the op."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar

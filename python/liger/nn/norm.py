@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Root-mean-square, layer and group normalisation as modules."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

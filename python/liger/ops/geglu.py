@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.op.arguments import FLAG, TEXT, arguments

@@ -6,8 +6,6 @@ normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`.
 value per channel.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

@@ -6,8 +6,6 @@ float32 with one rounding at the end. The variance is the mean of ``(x - m)^2``,
 large numbers.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): torch kernels, API."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

@@ -8,8 +8,6 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 ``"none"``   as eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

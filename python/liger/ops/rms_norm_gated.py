@@ -12,8 +12,6 @@ transformers:
 ``"none"``   as eager code without casts: every intermediate result is rounded.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Softmax over the last dimension: torch kernels, API."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype

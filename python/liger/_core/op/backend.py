@@ -14,8 +14,6 @@ kernels, unless the build has none for a device (docs/lab/dispatch.md has measur
 backend that cannot serve an op of CUDA tensors raises; it is never replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -6,8 +6,6 @@ docs/guides/divergence.md defines every term, and says when the forward computes
 is a weight per row and, except for "none", a sum over rows.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

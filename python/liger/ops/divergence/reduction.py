@@ -2,8 +2,6 @@
 """The rows of a divergence and the factor of the loss of each row, shared with the divergences of linear
 layers."""
 
-from __future__ import annotations
-
 import torch
 
 from ..._core.dtensor.inputs import align_tokens

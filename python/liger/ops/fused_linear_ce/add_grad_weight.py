@@ -7,8 +7,6 @@ adds to the sum (beta = 1). The gradient therefore has no memory of its own, and
 a float32 sum.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..._core.dtensor.inputs import is_dtensor

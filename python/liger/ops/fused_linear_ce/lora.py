@@ -5,8 +5,6 @@ the calls of the public functions with ``lora_a`` and ``lora_b``.
 The logits are ``hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ budget.
 The loss can include cross entropy of the same logits. docs/guides/divergence.md defines every term.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

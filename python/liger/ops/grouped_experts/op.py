@@ -8,8 +8,6 @@ second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`lig
 docs/guides/experts.md has the memory formula.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.autograd.graph import increment_version
 

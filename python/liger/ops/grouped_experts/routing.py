@@ -2,8 +2,6 @@
 """The parts of the kernels of grouped_experts: routing, activations, and the sum of the experts of a
 token."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 """Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the
 real and imaginary parts as cos and sin."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

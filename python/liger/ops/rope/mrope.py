@@ -6,8 +6,6 @@ The queries are larger than the tables by the number of heads, so merging the ta
 with the rotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -7,8 +7,6 @@ are elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interl
 (GPT-J's). cos and sin have one value per element, so cos1 and cos2 may differ.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -6,8 +6,6 @@ The result is ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are round
 the rotation. The backward saves no intermediate: it recomputes the norm from q and k.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

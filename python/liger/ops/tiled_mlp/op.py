@@ -9,8 +9,6 @@ without shards, because it has no such sums, runs as one shard. The GEMMs are to
 :func:`liger.swiglu` or :func:`liger.geglu`.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
