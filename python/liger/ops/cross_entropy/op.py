@@ -22,7 +22,6 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    is_traced,
     may_write_inputs,
     may_write_saved,
     non_overlapping,
@@ -33,7 +32,7 @@ from ..._core.op.autograd import (
 from ..._core.op.backend import register_composite
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import scaled_by_upstream
+from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
 from ..._core.op.nodes import entering, register_cross_entropy
 from ..._core.op.tensors import check_denominator, check_ignore_index
@@ -72,16 +71,6 @@ def _(grad_loss, logits, *rest):
 # Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward
 # takes.
 _REDUCTION = arguments_type(torch.ops.liger.cross_entropy_forward.default)._fields.index("reduction")
-
-
-def _gradient_in_forward(logits, reduction):
-    """True if the forward computes the gradient, which the backward then multiplies by the upstream scalar.
-
-    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code:
-    its backward cannot overwrite saved tensors: the product would be an extra pass.
-    """
-    possible = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
-    return possible and not is_traced(logits)
 
 
 def _setup(ctx, inputs, output):
@@ -201,7 +190,7 @@ def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
     numbers = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
     weights = options.ce_weight, flat_weight, options.denominator
     arguments = rows, flat_target, *weights, *numbers, options.reduction, *metrics
-    need_grad = _gradient_in_forward(rows, options.reduction)
+    need_grad = computes_gradient(rows, options.reduction)
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
     return output_like(tokens, options.reduction, metrics, results)

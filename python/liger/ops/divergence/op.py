@@ -16,13 +16,11 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    is_traced,
     refuse_gradient_outputs,
-    wants_grad,
 )
 from ..._core.op.backend import register_composite
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import scaled_by_upstream
+from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
 from ..._core.op.tensors import check_floating
 from ..._core.op.types import DivergenceReduction, Scalar
@@ -64,13 +62,6 @@ def _(grad_loss, student, *rest):
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
-
-
-def _gradient_in_forward(student, reduction):
-    """True if the forward computes the gradient; the same conditions as in
-    :mod:`liger.ops.cross_entropy.op`."""
-    possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
-    return possible and not is_traced(student)
 
 
 def _setup(ctx, inputs, output):
@@ -146,7 +137,7 @@ def _divergence(op, student, teacher, target, token_weight, denominator, options
     torch.ops.liger.check_divergence(op, rows, teacher, target, weight, *options[:4])
     refuse_gradients(op, teacher=teacher)
     per_row = reduction == "none"
-    need_grad = _gradient_in_forward(rows, reduction)
+    need_grad = computes_gradient(rows, reduction)
     loss, _, _ = _forward_op(rows, teacher, target, weight, *options, per_row, need_grad)
     if per_row:
         return tokens.restore(loss)

@@ -13,17 +13,16 @@ from ..._core.head.cross_entropy import Metrics
 from ..._core.head.lm_head import HeadOptions
 from ..._core.head.low_rank import check_factors, refuse_one_factor
 from ..._core.head.results import fake_gradients, fake_logprobs, fake_results
-from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
+from ..._core.op.autograd import differentiable, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import gradients_in_forward
+from ..._core.op.forward_gradients import backward_of_logprobs, gradients_in_forward
 from . import lora_chunks  # noqa: F401  registers the kernels
 
 _LOGPROBS = "fused_linear_logprobs"
-# The arguments with a gradient, and their positions in both forwards.
+# The arguments with a gradient.
 _DIFFERENTIATED = ("input", "weight", "bias", "lora_a", "lora_b", "down")
-_POSITIONS = (0, 1, 3, 4, 5, 6)
-_logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+_LOGPROBS_FORWARD = torch.ops.liger.fused_linear_logprobs_lora_forward.default
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -63,28 +62,22 @@ _ce_op = differentiable_ce(
 
 
 def _setup(ctx, inputs, output):
-    a = _logprobs_arguments(*inputs)
+    a = arguments_type(_LOGPROBS_FORWARD)(*inputs)
     ctx.save_for_backward(*inputs[:7])
     ctx.scale, ctx.options = a.lora_scale, HeadOptions.of_op(a)
     ctx.mark_non_differentiable(*(output[2:] if a.return_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once(_LOGPROBS)
-def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    if grad_logprobs is None and grad_entropy is None:
-        return (None,) * len(_logprobs_arguments._fields)
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(grad_entropy)
-    needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
+def _gradients(ctx, grad_logprobs, grad_entropy, needed):
     options = ctx.options
     head = *options.of_logits, options.memory_budget, *needed, options.logits_dtype, options.accum_dtype
     backward = torch.ops.liger.fused_linear_logprobs_lora_backward.default
-    grads = backward(grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *head)
-    return at_positions(len(_logprobs_arguments._fields), _POSITIONS, grads, needed)
+    return backward(grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *head)
 
 
-_logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward.default, _setup, _backward)
+_backward = backward_of_logprobs(_LOGPROBS_FORWARD, _LOGPROBS, _DIFFERENTIATED, _gradients)
+_logprobs_op = differentiable(_LOGPROBS_FORWARD, _setup, _backward)
 
 
 # --- calls of public functions ------------------------------------------------------------------------------
