@@ -145,10 +145,9 @@ class Batch:
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
-    def padded_valid(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
-        """(S, L) in at least the accumulate dtype; ``fill`` at ignored tokens, even where the input is
-        NaN."""
-        return torch.where(self.valid, self.upcast(self.padded(per_token)), fill)
+    def padded_valid(self, per_token: Tensor) -> Tensor:
+        """(S, L) in at least the accumulate dtype; 0 at ignored tokens, even where the input is NaN."""
+        return torch.where(self.valid, self.upcast(self.padded(per_token)), 0.0)
 
     def padded(self, per_token: Tensor) -> Tensor:
         """(S, L) from one value per token; padding has an arbitrary value."""

@@ -35,7 +35,7 @@ class ScaledLMHeadGradients(LMHeadGradients):
         self._factor = scale.reciprocal()
 
     def add(self, x, dlogits, grad_x, ignored):
-        need_input, need_weight, need_bias = self.needs_grad
+        need_input, need_weight, _ = self.needs_grad
         x = self._valid_rows(x, ignored, grad_x)
         first, self.chunks_added = self.chunks_added == 0, self.chunks_added + 1
         if need_weight and self.separate_sum:
@@ -46,8 +46,7 @@ class ScaledLMHeadGradients(LMHeadGradients):
                 self.weight[classes] = grad if first else grad + self.weight[classes]
         if need_input:
             grad_x.copy_(self._product(dlogits, self.head_weight))
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self._add_bias(dlogits)
 
     def _product(self, a, b):
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=self._factor.dtype)

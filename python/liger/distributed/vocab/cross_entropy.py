@@ -94,7 +94,7 @@ class Gradients(LMHeadGradients):
     def add(self, at, dlogits, x):
         """Adds the gradients of a chunk. ``at``: what selects its rows in a tensor of all rows; ``x``: its
         rows of the input, which may be overwritten if they are a copy."""
-        need_input, need_weight, need_bias = self.needs_grad
+        need_input, need_weight, _ = self.needs_grad
         memory = self.computed.memory(self.input, at, x) if need_input else None
         if need_input and not self.alone:
             self._reduce_input(at, dlogits)
@@ -102,8 +102,7 @@ class Gradients(LMHeadGradients):
             # The copy uses the memory of the gradient of these rows, which is written later.
             valid = without_ignored(x, self.computed.ignored(at), memory)
             self._product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self._add_bias(dlogits)
         if need_input and self.alone:
             self._product(dlogits, self.head_weight, memory)
             self.computed.from_memory(self.input, at, memory)
