@@ -56,6 +56,7 @@ class _CrossEntropyOptions(nn.Module):
     # Of the attributes that are options of the function of the same name.
     _NAMES: tuple[str, ...] = (
         *("ignore_index", "label_smoothing", "lse_square_scale", "reduction", "metrics", "softcap"),
+        *SHARDS,
     )
 
     def __init__(
@@ -80,12 +81,9 @@ class _CrossEntropyOptions(nn.Module):
         self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "ce_weight": self.weight,
-            **{name: getattr(self, name) for name in self._NAMES},
-            # Without a group the keywords are absent: no wrapper looks at them then.
-            **{name: value for name in SHARDS if (value := getattr(self, name)) is not None},
-        }
+        # None is the default. Without a group its keywords are absent: no wrapper looks at them then.
+        given = {name: value for name in self._NAMES if (value := getattr(self, name)) is not None}
+        return {"ce_weight": self.weight, **given}
 
     def extra_repr(self) -> str:
         return (

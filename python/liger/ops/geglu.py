@@ -10,9 +10,6 @@ from .gated import GELU_NAMES, register_gated
 _geglu, _geglu_packed = register_gated("geglu", lambda a: GELU_NAMES[a.approximate])
 
 
-# --- public API ---------------------------------------------------------------------------------------------
-
-
 @arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)
 def geglu(
     gate: torch.Tensor,

@@ -23,9 +23,6 @@ def _per_channel(parameter, x):
     return parameter.to(accumulate_dtype(x.dtype)).reshape(-1, *(1,) * (x.dim() - 2))
 
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
 def group_norm_torch(x, num_groups, weight=None, bias=None, eps=1e-5):
     y, mean, rstd = rows_normalised(_rows(x, num_groups), eps)
     y = y.reshape(x.shape)
@@ -54,9 +51,6 @@ def group_norm_backward_torch(
 
 
 _group_norm = declared_family("group_norm", group_norm_torch, group_norm_backward_torch)
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, enters=True, num_groups=INTEGER, eps=NOT_NEGATIVE)

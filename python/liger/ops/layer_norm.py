@@ -13,8 +13,6 @@ from .._core.op.arguments import NOT_NEGATIVE, arguments
 from .._core.op.backend import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
 
 def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
     y, mean, rstd = rows_normalised(x, eps)
@@ -41,9 +39,6 @@ def layer_norm_backward_torch(
 
 
 _layer_norm = declared_family("layer_norm", layer_norm_torch, layer_norm_backward_torch)
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, enters=True, eps=NOT_NEGATIVE)

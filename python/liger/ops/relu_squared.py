@@ -7,8 +7,6 @@ from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
 from .._core.op.backend import declared_family
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
 
 def relu_squared_torch(x):
     return torch.empty_like(x).copy_(torch.relu(x).to(accumulate_dtype(x.dtype)).square())
@@ -21,9 +19,6 @@ def relu_squared_backward_torch(grad_y, x):
 
 
 _relu_squared = declared_family("relu_squared", relu_squared_torch, relu_squared_backward_torch)
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, enters=True)

@@ -19,9 +19,6 @@ def _check(x, factor):
         raise wrong_shape("rescale", "factor", factor, "one element")
 
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
 def _scale_into(out, x, factor):
     _check(x, factor)
     wide = accumulate_dtype(x.dtype)
@@ -45,9 +42,6 @@ def rescale__torch(x, factor):
 
 
 register_family("rescale", rescale_torch, rescale__torch)
-
-
-# --- fakes --------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::rescale")

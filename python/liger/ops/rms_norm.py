@@ -66,9 +66,6 @@ def _or_empty(tensor, like):
     return like.new_empty(0) if tensor is None else tensor
 
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     y, rstd = normalise(x, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), rstd
@@ -102,9 +99,6 @@ _rms_norm = declared_family("rms_norm", rms_norm_torch, rms_norm_backward_torch)
 _fused_add_rms_norm = declared_family(
     "fused_add_rms_norm", fused_add_rms_norm_torch, fused_add_rms_norm_backward_torch, triton="rms_norm"
 )
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 _checked = arguments(late=True, enters=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)

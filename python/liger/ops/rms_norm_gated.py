@@ -58,9 +58,6 @@ def _scaled(xhat, x, weight, offset, casting_mode):
     return p.to(x.dtype).to(wide) if casting_mode != "gemma" and weight.dtype == x.dtype else p
 
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
 @by_name(torch.ops.liger.rms_norm_gated.default)
 def rms_norm_gated_torch(given):
     x, gate, weight, eps, offset, casting_mode, group_size, norm_before_gate, activation = given
@@ -113,9 +110,6 @@ def rms_norm_gated_backward_torch(given):
 
 
 _rms_norm_gated = declared_family("rms_norm_gated", rms_norm_gated_torch, rms_norm_gated_backward_torch)
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True, enters=True, **NORM)

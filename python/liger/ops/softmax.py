@@ -7,8 +7,6 @@ from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
 from .._core.op.backend import declared_family
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
 
 def softmax_torch(x):
     return torch.empty_like(x).copy_(torch.softmax(x, -1, dtype=accumulate_dtype(x.dtype)))
@@ -21,9 +19,6 @@ def softmax_backward_torch(grad_y, y):
 
 
 _softmax = declared_family("softmax", softmax_torch, softmax_backward_torch)
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 @arguments(late=True)

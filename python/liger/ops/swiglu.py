@@ -9,9 +9,6 @@ from .gated import register_gated
 _swiglu, _swiglu_packed = register_gated("swiglu", lambda a: "silu")
 
 
-# --- public API ---------------------------------------------------------------------------------------------
-
-
 @arguments(late=True, enters=True, inplace=FLAG)
 def swiglu(
     gate: torch.Tensor,
