@@ -128,6 +128,12 @@ class LogProbMetrics(NamedTuple):
 _NO_METRICS = Metrics()
 
 
+def capped(logits, softcap):
+    """The logits after the softcap, in the accumulation dtype."""
+    z = logits.to(accumulate_dtype(logits.dtype))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
 @dataclass
 class RowRule:
     """The options of one call, and per row all values that do not depend on the logits."""
@@ -154,8 +160,7 @@ class RowRule:
         return torch.ones((), dtype=self.wide, device=self.class_index.device)
 
     def capped(self, logits):
-        z = logits.to(self.wide)
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return capped(logits, self.softcap)
 
 
 class Targets(NamedTuple):

@@ -119,6 +119,7 @@ class _Options(NamedTuple):
 
 
 def _divergence(op, student, teacher, target, token_weight, denominator, options, reduction):
+    denominator = denominator_tensor(denominator, student)
     batch = student.shape[0] if student.dim() > 1 else 1
     rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
@@ -216,7 +217,6 @@ def kl_div(
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv
     2306.08543.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options(kl_divergence(reverse), 0.5, temperature, log_probs, ignore_index)
     return _divergence("kl_div", student, teacher, target, token_weight, denominator, options, reduction)
 
@@ -256,7 +256,6 @@ def jsd(
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options(jsd_divergence(beta), beta, temperature, log_probs, ignore_index)
     return _divergence("jsd", student, teacher, target, token_weight, denominator, options, reduction)
 
@@ -293,7 +292,6 @@ def tvd(
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv
     2307.15190.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options("tvd", 0.5, temperature, log_probs, ignore_index)
     return _divergence("tvd", student, teacher, target, token_weight, denominator, options, reduction)
 

@@ -133,7 +133,9 @@ class _Options(NamedTuple):
 
 
 def _fused_linear_divergence(op, divergence, layer, given_teacher, token_weight, denominator, options):
-    input, weight, target, bias = layer
+    check_budget_variable(options.memory_budget)
+    (input, weight, target, bias), given_teacher = layer, _Teacher(*given_teacher)
+    denominator = denominator_tensor(denominator, input)
     given_teacher.check(op)
     teacher_weight, teacher_bias = given_teacher.teacher_weight, given_teacher.teacher_bias
     teacher, teacher_name = given_teacher.teacher_input, "teacher_input"
@@ -244,11 +246,9 @@ def fused_linear_kl_div(
         >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
         >>> loss = liger.fused_linear_kl_div(input, weight, target, **teacher)
     """
-    check_budget_variable(memory_budget)
-    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    teacher = teacher_input, teacher_weight, teacher_bias, teacher_logits
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
     layer, divergence = (input, weight, target, bias), (kl_divergence(reverse), 0.5)
-    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
         "fused_linear_kl_div", divergence, layer, teacher, token_weight, denominator, options
     )
@@ -293,11 +293,9 @@ def fused_linear_jsd(
         >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
         >>> loss = liger.fused_linear_jsd(input, weight, target, beta=0.1, **teacher)
     """
-    check_budget_variable(memory_budget)
-    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    teacher = teacher_input, teacher_weight, teacher_bias, teacher_logits
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
     layer, divergence = (input, weight, target, bias), (jsd_divergence(beta), beta)
-    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
         "fused_linear_jsd", divergence, layer, teacher, token_weight, denominator, options
     )
