@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layout of a batch of sequences: padded, (S, L), or packed, (T,) with cumulative lengths ``cu_seqlens``."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -202,19 +202,9 @@ def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tens
     return torch.where(condition, like.new_full((), yes), no)
 
 
-class _Tokens(Protocol):
-    """A :class:`Batch`, or the tokens of a distillation batch."""
-
-    @property
-    def op(self) -> str: ...
-
-    @property
-    def input(self) -> Tensor: ...
-
-
-def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
+def as_scalar(name: str, value: float | Tensor, batch: Any) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate
-    dtype."""
+    dtype. ``batch``: a :class:`Batch`, or the tokens of a distillation batch."""
     # A scalar on the CPU is taken with tensors of any device, as torch does.
     if isinstance(value, torch.Tensor) and value.device not in (batch.input.device, torch.device("cpu")):
         raise RuntimeError(

@@ -25,7 +25,7 @@ from ..._core.dtensor.inputs import (
 )
 from ..._core.head.chunks import HeadChunks
 from ..._core.head.cross_entropy import CEOptions, Metrics, RowResults, at_original_rows, make_rule
-from ..._core.head.float16_factor import float16_factor
+from ..._core.head.float16 import float16_factor
 from ..._core.head.lm_head import LMHead, LMHeadGradients, planned_rows
 from ..._core.head.results import CrossEntropyOutput, fake_gradients, fake_results, output_like
 from ..._core.math.computed_rows import computed_rows

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..._core.dtensor.inputs import is_dtensor
-from ..._core.head.float16_factor import float16_factor
+from ..._core.head.float16 import float16_factor
 from ..._core.head.results import fake_gradients
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import arguments

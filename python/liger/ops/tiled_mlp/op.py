@@ -106,10 +106,6 @@ class _Backward:
         grad_down_bias.add_rows(grad_y)
         self.through_gate = self.need_grad_x or any(g.needed for pair in self.grads for g in pair)
 
-    def is_empty(self):
-        """True if no further gradient is needed."""
-        return not (self.through_gate or self.grad_down_weight.needed)
-
     def _product(self, grad_y, down_weight, gate, up, hidden):
         """The product of gate and up, in the memory ``hidden()``. Overwrites gate and up with their gradients
         if those are needed."""
@@ -197,8 +193,8 @@ def _gradients(kept, a):
     work = _Backward(
         flat, grad_y.reshape(rows, hidden), projections, down_weight, down_bias, activation, needed, single
     )
-    if work.is_empty():
-        pass
+    if not (work.through_gate or work.grad_down_weight.needed):
+        pass  # No further gradient is needed.
     elif single:
         grad_x = work.one_shard(_results_of_one_shard(kept, flat, projections), block_columns(problem))
     else:
