@@ -83,13 +83,12 @@ _logprobs_op = differentiable(_LOGPROBS_FORWARD, _setup, _backward)
 # --- calls of public functions ------------------------------------------------------------------------------
 
 
-def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
+def check_lora(op, input, weight, lora_a, lora_b, **refused):
     """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not
     have.
 
     Args:
         op: the public function.
-        names: of input and weight there.
         input, weight: (..., H), (V, H).
         lora_a, lora_b: the factors; not both None.
         refused: such options, by name, with the value that is expected.
@@ -100,7 +99,7 @@ def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
             choice = " or ".join(map(str, expected))
             raise ValueError(f"{op}: {name} is {value}, expected {choice} with lora_a and lora_b")
     if weight.dim() == 2 and input.dim() > 0:
-        check_factors(op, names, input, weight, lora_a, lora_b)
+        check_factors(op, input, weight, lora_a, lora_b)
 
 
 def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):

@@ -308,7 +308,7 @@ def fused_linear_ce(
     if lora_a is not None or lora_b is not None:
         lora = lora_a, lora_b, lora_scale
         refused = {"accumulate_grad_weight": (accumulate_grad_weight, (False,))}
-        check_lora("fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b, **refused)
+        check_lora("fused_linear_ce", input, weight, lora_a, lora_b, **refused)
     metrics = Metrics.named(metrics)
     return _head_loss(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)
 

@@ -317,7 +317,7 @@ def fused_linear_logprobs(
             "accumulate_grad_weight": (accumulate_grad_weight, (False,)),
             "recompute": (recompute, (None, True)),
         }
-        check_lora(_OP, _NAMES[:2], input, weight, lora_a, lora_b, **refused)
+        check_lora(_OP, input, weight, lora_a, lora_b, **refused)
     shards = given_shards(group, vocab_start, vocab_size)
     refuse_with_shards(
         _OP, shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a, recompute=recompute
