@@ -170,32 +170,6 @@ def _inplace_applies(logits):
     return non_overlapping([logits])
 
 
-# --- composite ----------------------------------------------------------------------------------------------
-
-
-def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
-    check_ignore_index("cross_entropy", "target", target, options.ignore_index)
-    check_denominator("cross_entropy", options.denominator, options.reduction)
-    if shards is not None or is_dtensor(logits):
-        found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics, shards)
-        if found is not None:
-            return found
-    logits, target, token_weight = align_tokens(
-        "cross_entropy", logits, target, options.token_weight, ("logits", "target")
-    )
-    rows, flat_target, flat_weight, tokens = flatten_rows(
-        "cross_entropy", "logits", logits, target, token_weight
-    )
-    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
-    numbers = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
-    weights = options.ce_weight, flat_weight, options.denominator
-    arguments = rows, flat_target, *weights, *numbers, options.reduction, *metrics
-    need_grad = computes_gradient(rows, options.reduction)
-    in_place = inplace and _inplace_applies(rows)
-    results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
-    return output_like(tokens, options.reduction, metrics, results)
-
-
 # --- public API ---------------------------------------------------------------------------------------------
 
 
@@ -290,18 +264,23 @@ def cross_entropy(
     Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row;
     label smoothing as in Szegedy et al., arXiv 1512.00567.
     """
-    options = CEOptions(
-        ce_weight=ce_weight,
-        token_weight=token_weight,
-        denominator=denominator_tensor(denominator, logits),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        reduction=reduction,
-    )
-    shards = given_shards(group, vocab_start, vocab_size)
-    return _cross_entropy(logits, target, options, Metrics.named(metrics), inplace, shards)
+    op, divisor = "cross_entropy", denominator_tensor(denominator, logits)
+    shards, flags = given_shards(group, vocab_start, vocab_size), Metrics.named(metrics)
+    check_ignore_index(op, "target", target, ignore_index)
+    check_denominator(op, divisor, reduction)
+    numbers = ignore_index, label_smoothing, lse_square_scale, softcap
+    if shards is not None or is_dtensor(logits):
+        options = CEOptions(ce_weight, token_weight, divisor, *numbers, reduction)
+        found = in_shards["cross_entropy"](op, logits, target, options, flags, shards)
+        if found is not None:
+            return found
+    logits, target, token_weight = align_tokens(op, logits, target, token_weight, ("logits", "target"))
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "logits", logits, target, token_weight)
+    given = rows, flat_target, ce_weight, flat_weight, divisor, *numbers, reduction, *flags
+    need_grad = computes_gradient(rows, reduction)
+    in_place = inplace and _inplace_applies(rows)
+    results = _Inplace.apply(need_grad, *given) if in_place else _forward_op(*given, need_grad)
+    return output_like(tokens, reduction, flags, results)
 
 
 register_composite(cross_entropy)
