@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "experts/sm90/schedule.h"
 #include "lm_head/planner.h"
 #include "lm_head/sm90/planner.h"
 #include "lm_head/sm90/sizes.h"
@@ -76,6 +77,8 @@ std::vector<std::string> plan_constants_op() {
           field("kept_numbers", sm90::kKeptNumbers),
           field("rank_numbers", sm90::kRankNumbers),
           field("rank_numbers_with_metrics", sm90::kRankNumbersWithMetrics),
+          field("max_experts", experts::kMaxExperts),
+          field("expert_columns", experts::kColumns),
           "grad_input_widths=" + listed(sm90::kGradInputWidths),
           "grad_weight_widths=" + listed(sm90::kGradWeightWidths)};
 }

@@ -33,7 +33,7 @@ using sm90::kCluster;
 using sm90::kTileK;
 using sm90::Ring;
 
-inline constexpr int kColumns = sm90::kPingpongColumns, kHalves = sm90::kPingpongHalves, kStages = 5;
+inline constexpr int kHalves = sm90::kPingpongHalves, kStages = 5;
 // Stages between the copies of a gathered operand and their signal. A consumer releases a stage when it has
 // issued the next one, so the lag is at most kStages - 2.
 inline constexpr int kLag = 2;

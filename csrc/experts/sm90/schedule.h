@@ -9,11 +9,12 @@
 #pragma once
 
 #include "device/integers.h"
+#include "lm_head/sm90/sizes.h"
 
 namespace liger::experts {
 
-// Rows of a tile, and pairs of row tiles that run along the columns together, for reuse in L2.
-inline constexpr int kRows = 128, kGroupPairs = 8;
+// Rows and columns of a tile, and pairs of row tiles that run along the columns together, for reuse in L2.
+inline constexpr int kRows = 128, kColumns = sm90::kPingpongColumns, kGroupPairs = 8;
 // The prefix table of a block is in its shared memory.
 inline constexpr int kMaxExperts = 1024;
 

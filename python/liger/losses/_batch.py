@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layout of a batch of sequences: padded, (S, L), or packed, (T,) with cumulative lengths ``cu_seqlens``."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,15 +101,11 @@ class Batch:
         self.accumulate_dtype = accumulate_dtype(input.dtype)
         if cu_seqlens is None:
             if target.dim() != 2:
-                raise RuntimeError(
-                    f"{op}: target has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
-                )
+                raise wrong_shape(op, "target", target, "(sequences, length), or cu_seqlens")
             self.shape, self.valid, self.longest = target.shape, valid, target.shape[1]
             return
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise RuntimeError(
-                f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)"
-            )
+            raise wrong_shape(op, "cu_seqlens", cu_seqlens, "(sequences + 1,)")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
         check_device(op, "cu_seqlens", cu_seqlens, "target", target)
@@ -144,17 +138,16 @@ class Batch:
         has one of the shapes."""
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
-            raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+            raise wrong_shape(self.op, name, tensor, expected)
         if tensor.is_complex():
             raise wrong_dtype(self.op, name, tensor, "a real one")
         check_device(self.op, name, tensor, "input", self.input)
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
-    def padded_valid(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
-        """(S, L) in at least the accumulate dtype; ``fill`` at ignored tokens, even where the input is
-        NaN."""
-        return torch.where(self.valid, self.upcast(self.padded(per_token)), fill)
+    def padded_valid(self, per_token: Tensor) -> Tensor:
+        """(S, L) in at least the accumulate dtype; 0 at ignored tokens, even where the input is NaN."""
+        return torch.where(self.valid, self.upcast(self.padded(per_token)), 0.0)
 
     def padded(self, per_token: Tensor) -> Tensor:
         """(S, L) from one value per token; padding has an arbitrary value."""
@@ -209,19 +202,9 @@ def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tens
     return torch.where(condition, like.new_full((), yes), no)
 
 
-class _Tokens(Protocol):
-    """A :class:`Batch`, or the tokens of a distillation batch."""
-
-    @property
-    def op(self) -> str: ...
-
-    @property
-    def input(self) -> Tensor: ...
-
-
-def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
+def as_scalar(name: str, value: float | Tensor, batch: Any) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate
-    dtype."""
+    dtype. ``batch``: a :class:`Batch`, or the tokens of a distillation batch."""
     # A scalar on the CPU is taken with tensors of any device, as torch does.
     if isinstance(value, torch.Tensor) and value.device not in (batch.input.device, torch.device("cpu")):
         raise RuntimeError(

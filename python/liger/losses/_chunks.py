@@ -8,8 +8,6 @@ first GEMM computes log-probabilities, and the gradient of the weight is accumul
 result.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The base class of the distillation losses, its options and its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
@@ -177,10 +175,8 @@ class DistillationLoss(nn.Module):
     def _flatten_teacher(self, rows, input, name, teacher):
         """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
         if teacher.dim() == 0 or teacher.shape[:-1] != rows.token_shape:
-            raise RuntimeError(
-                f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected the shape of "
-                f"input, {tuple(input.shape)}, except for the last dimension"
-            )
+            expected = f"the shape of input, {tuple(input.shape)}, except for the last dimension"
+            raise wrong_shape(rows.op, name, teacher, expected)
         check_device(rows.op, name, teacher, "input", input)
         refuse_gradients(rows.op, **{name: teacher})
         return teacher.flatten(0, -2)

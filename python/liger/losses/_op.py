@@ -28,8 +28,9 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
+from .._core.head.cross_entropy import LogProbMetrics
 from .._core.head.lm_head import HeadOptions
-from .._core.head.results import fake_gradients
+from .._core.head.results import LogProbRows, fake_gradients
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.autograd import differentiable, differentiable_once, graph_of_its_own, refuse_gradient_outputs
 from .._core.op.by_name import arguments_type, by_name
@@ -229,10 +230,7 @@ def _forward(a):
         return loss, logprobs, entropy, argmax, *returned, *grads
 
     wide = accumulate_dtype(input.dtype)
-    # The results of ignored rows, which chunks may skip.
-    logprobs = input.new_zeros(rows, dtype=wide)
-    entropy = input.new_zeros(rows if with_entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if with_metrics else 0,), -1, dtype=torch.int64)
+    logprobs, entropy, argmax, *_ = LogProbRows(input, LogProbMetrics(with_entropy, with_metrics)).all
     loss = input.new_zeros((), dtype=wide)
     of_logprobs = input.new_empty(rows if need_row_grads else 0, dtype=wide)
     of_entropy = input.new_empty(rows if need_row_grads and use_entropy else 0, dtype=wide)

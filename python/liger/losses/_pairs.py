@@ -4,8 +4,6 @@
 A batch has all chosen sequences, then all rejected ones in the same order.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 """Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of
 the op."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.dtensor.inputs import is_dtensor
-from .._core.head.float16_factor import float16_factor
+from .._core.head.float16 import float16_factor
 from .._core.head.lm_head import HeadOptions
 from .._core.op.arguments import FLAG, HEAD, arguments
 from .._core.op.autocast import autocast_operands

@@ -2,8 +2,6 @@
 """Distillation losses between a teacher and a student, plus cross entropy with labels from the same
 logits."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from torch import Tensor

@@ -6,8 +6,6 @@ on that token alone, and a chunk is any number of tokens. With importance weight
 sequence or more.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple, get_args
 

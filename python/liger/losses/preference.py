@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Losses of preference pairs: DPO, ORPO, CPO, SimPO. docs/guides/losses.md defines every term."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The options and the results that all losses share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypedDict, get_args
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Losses of single answers with a binary label, desirable or undesirable: KTO."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch

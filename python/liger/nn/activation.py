@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Softmax and the squared ReLU as modules."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

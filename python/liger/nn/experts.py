@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gated experts of a mixture, with the parameters of transformers' experts."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -13,18 +13,16 @@ from typing_extensions import Unpack
 
 from .._core.head.results import CrossEntropyOutput
 from .._core.op.arguments import (
-    ANYTHING,
-    BYTES,
     CE_OPTIONS,
-    COUNT,
     DIVISOR,
-    DTYPE,
     FLAG,
+    MODULE,
     SHARDS,
     TENSOR,
     arguments,
     check,
 )
+from .._core.op.tensors import wrong_shape
 from .._core.op.types import CrossEntropyMetric, Device, Reduction, Scalar
 from ..ops.cross_entropy.op import cross_entropy
 from ..ops.fused_linear_ce.op import fused_linear_ce
@@ -47,7 +45,7 @@ class LossOptions(TypedDict, total=False):
 def _check_class_weight(op, name, weight):
     check(op, name, weight, TENSOR, optional=True)
     if weight is not None and weight.dim() != 1:
-        raise RuntimeError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
+        raise wrong_shape(op, name, weight, "(classes,)")
 
 
 class _CrossEntropyOptions(nn.Module):
@@ -55,8 +53,12 @@ class _CrossEntropyOptions(nn.Module):
     them."""
 
     weight: torch.Tensor | None
+    # Of the attributes that are options of the function of the same name.
+    _NAMES: tuple[str, ...] = (
+        *("ignore_index", "label_smoothing", "lse_square_scale", "reduction", "metrics", "softcap"),
+        *SHARDS,
+    )
 
-    @arguments(optional=("weight", "softcap", *SHARDS), **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None,
@@ -71,10 +73,7 @@ class _CrossEntropyOptions(nn.Module):
         softcap: float | None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        _check_class_weight(name, "weight", weight)
-        if reduction not in ("none", "mean", "sum"):
-            raise ValueError(f"{name}: reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
+        _check_class_weight(type(self).__name__, "weight", weight)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.lse_square_scale, self.softcap = label_smoothing, lse_square_scale, softcap
@@ -82,17 +81,9 @@ class _CrossEntropyOptions(nn.Module):
         self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "ce_weight": self.weight,
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-            "lse_square_scale": self.lse_square_scale,
-            "reduction": self.reduction,
-            "metrics": self.metrics,
-            "softcap": self.softcap,
-            # Without a group the keywords are absent: no wrapper looks at them then.
-            **{name: value for name in SHARDS if (value := getattr(self, name)) is not None},
-        }
+        # None is the default. Without a group its keywords are absent: no wrapper looks at them then.
+        given = {name: value for name in self._NAMES if (value := getattr(self, name)) is not None}
+        return {"ce_weight": self.weight, **given}
 
     def extra_repr(self) -> str:
         return (
@@ -140,6 +131,9 @@ class CrossEntropyLoss(_CrossEntropyOptions):
     Source: as :func:`liger.cross_entropy`.
     """
 
+    _NAMES = (*_CrossEntropyOptions._NAMES, "inplace")
+
+    @arguments(inplace=FLAG, **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None = None,
@@ -159,7 +153,6 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         super().__init__(
             weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, *shards, softcap
         )
-        check(type(self).__name__, "inplace", inplace, FLAG)
         self.inplace = inplace
 
     def forward(
@@ -175,7 +168,6 @@ class CrossEntropyLoss(_CrossEntropyOptions):
             target,
             token_weight=token_weight,
             denominator=denominator,
-            inplace=self.inplace,
             **self._options(),
         )
 
@@ -218,6 +210,9 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     Source: docs/guides/cross_entropy.md; the chunks are from Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
+    _NAMES = (*_CrossEntropyOptions._NAMES, "accum_dtype", "memory_budget", "accumulate_grad_weight")
+
+    @arguments(accumulate_grad_weight=FLAG, **CE_OPTIONS)
     def __init__(
         self,
         weight: torch.Tensor | None = None,
@@ -239,19 +234,8 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         super().__init__(
             weight, ignore_index, reduction, label_smoothing, lse_square_scale, metrics, *shards, softcap
         )
-        check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
-        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True)
-        check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
         self.accumulate_grad_weight = accumulate_grad_weight
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            **super()._options(),
-            "accum_dtype": self.accum_dtype,
-            "memory_budget": self.memory_budget,
-            "accumulate_grad_weight": self.accumulate_grad_weight,
-        }
 
     def forward(
         self,
@@ -309,7 +293,7 @@ class LMHeadLoss(nn.Linear):
     Source: as :class:`FusedLinearCrossEntropyLoss`.
     """
 
-    @arguments(hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE)
+    @arguments(**MODULE)
     def __init__(
         self,
         hidden_size: int,

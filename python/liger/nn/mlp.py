@@ -9,20 +9,12 @@ import torch
 from torch import nn
 
 from .._core.modules.linear_layers import caller_owns_output
-from .._core.op.arguments import ANYTHING, COUNT, DTYPE, FLAG, arguments, choice
+from .._core.op.arguments import MODULE, arguments, choice
 from .._core.op.types import Approximate, Device
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
-OPTIONS: dict[str, Any] = {
-    "hidden_size": COUNT,
-    "intermediate_size": COUNT,
-    "bias": FLAG,
-    "inplace": FLAG,
-    "approximate": choice(Approximate),
-    "device": ANYTHING,
-    "dtype": DTYPE,
-}
+OPTIONS: dict[str, Any] = {**MODULE, "approximate": choice(Approximate)}
 
 # Hugging Face's name of an activation -> the options of the module that it stands for.
 Activations: TypeAlias = dict[str, dict[str, Any]]

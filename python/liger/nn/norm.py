@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Root-mean-square, layer and group normalisation as modules."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from torch import nn
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import MODULE, NORM, arguments, choice
+from .._core.op.tensors import wrong_shape
 from .._core.op.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.group_norm import group_norm
 from ..ops.layer_norm import layer_norm
@@ -34,9 +33,7 @@ def _sizes(normalized_shape: Sizes) -> tuple[int, ...]:
 
 def _require_shape(name, x, sizes):
     if x.shape[-len(sizes) :] != sizes:
-        raise RuntimeError(
-            f"{name}: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, sizes))})"
-        )
+        raise wrong_shape(name, "x", x, f"(..., {', '.join(map(str, sizes))})")
 
 
 class RMSNorm(nn.Module):
@@ -332,9 +329,7 @@ class GroupNorm(nn.Module):
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 2 or x.shape[1] != self.num_channels:
-            raise RuntimeError(
-                f"GroupNorm: x has shape {tuple(x.shape)}, expected (batch, {self.num_channels}, ...)"
-            )
+            raise wrong_shape("GroupNorm", "x", x, f"(batch, {self.num_channels}, ...)")
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rotary position embedding as a module."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

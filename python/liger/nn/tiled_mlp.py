@@ -77,7 +77,7 @@ class TiledMLP(Projections):
         the dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        from .._core.dtensor.placements import dense_strides
+        from .._core.dtensor.placements import wrapped
 
         mesh, dimension = weights[0].device_mesh, self._tensor_dimension(weights)
 
@@ -104,9 +104,7 @@ class TiledMLP(Projections):
             self.memory_budget,
         )
         shape = (*distributed.shape[:-1], y.shape[-1])
-        result = DTensor.from_local(
-            y, mesh, along(tokens, Partial()), run_check=False, shape=shape, stride=dense_strides(y, shape)
-        ).redistribute(placements=tokens)
+        result = wrapped(y, mesh, along(tokens, Partial()), shape).redistribute(placements=tokens)
         if biases[2] is not None:
             result = result + biases[2]
         return result if isinstance(x, DTensor) else result.to_local()

@@ -7,6 +7,8 @@ side in the last dimension of one tensor, the output of a merged projection. ``o
 an op after its tensors, such as the approximation of GELU.
 """
 
+import itertools
+
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
@@ -20,6 +22,8 @@ from .._core.op.autograd import (
     non_overlapping,
     refuse_inplace_leaf,
 )
+from .._core.op.backend import register_family
+from .._core.op.by_name import by_name
 from .._core.op.declared import derive
 from .._core.op.types import Activation, Approximate
 
@@ -49,6 +53,14 @@ _FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh"
 
 # ``approximate`` of torch.nn.functional.gelu -> name of the activation.
 GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
+APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
+
+
+def op_of(activation, form=""):
+    """(op, its options) of the family that has an activation; ``form``: what follows the name of the
+    family."""
+    family, options = ("swiglu", ()) if activation == "silu" else ("geglu", (APPROXIMATIONS[activation],))
+    return getattr(torch.ops.liger, family + form).default, options
 
 
 def _product(gate, up, activation):
@@ -75,48 +87,71 @@ def _product_like(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-# --- torch backend: the ops of a family, by the name of the activation ------------------------------------
+# --- torch backend: the ops of a family, with the name of the activation ------------------------------------
 
 
-def product(gate, up, activation):
-    return laid_out_like(gate, _product(gate, up, activation))
+def _forward(a, activation):
+    return laid_out_like(a.gate, _product(a.gate, a.up, activation))
 
 
-def backward(grad_out, gate, up, emit_product, activation):
-    grad_gate, grad_up, product = _grads(grad_out, gate, up, activation, emit_product)
+def _backward(a, activation):
+    grad_gate, grad_up, product = _grads(a.grad_out, a.gate, a.up, activation, a.emit_product)
     return (
-        laid_out_like(gate, grad_gate),
-        laid_out_like(up, grad_up),
-        laid_out_like(gate, product) if emit_product else gate.new_empty(0),
+        laid_out_like(a.gate, grad_gate),
+        laid_out_like(a.up, grad_up),
+        laid_out_like(a.gate, product) if a.emit_product else a.gate.new_empty(0),
     )
 
 
-def backward_(grad_out, gate, up, activation):
-    grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation, False)
-    gate.copy_(grad_gate)
-    up.copy_(grad_up)
+def _backward_(a, activation):
+    grads = _grads(a.grad_out, a.gate, a.up, activation, False)
+    a.gate.copy_(grads[0])
+    a.up.copy_(grads[1])
 
 
-def backward_product_(grad_out, gate, up, activation):
-    for written, value in zip(
-        (gate, up, grad_out), _grads(grad_out, gate, up, activation, True), strict=True
-    ):
+def _backward_product_(a, activation):
+    grads = _grads(a.grad_out, a.gate, a.up, activation, True)
+    for written, value in zip((a.gate, a.up, a.grad_out), grads, strict=True):
         written.copy_(value)
 
 
-def packed_product(gate_up, activation):
-    return _product_like(gate_up).copy_(_product(*_halves(gate_up), activation))
+def _packed_forward(a, activation):
+    return _product_like(a.gate_up).copy_(_product(*_halves(a.gate_up), activation))
 
 
-def packed_backward(grad_out, gate_up, emit_product, activation):
-    *grads, product = _grads(grad_out, *_halves(gate_up), activation, emit_product)
-    product = _product_like(gate_up).copy_(product) if emit_product else gate_up.new_empty(0)
-    return torch.empty_like(gate_up).copy_(torch.cat(grads, -1)), product
+def _packed_backward(a, activation):
+    *grads, product = _grads(a.grad_out, *_halves(a.gate_up), activation, a.emit_product)
+    product = _product_like(a.gate_up).copy_(product) if a.emit_product else a.gate_up.new_empty(0)
+    return torch.empty_like(a.gate_up).copy_(torch.cat(grads, -1)), product
 
 
-def packed_backward_(grad_out, gate_up, activation):
-    *grads, _ = _grads(grad_out, *_halves(gate_up), activation, False)
-    gate_up.copy_(torch.cat(grads, -1))
+def _packed_backward_(a, activation):
+    *grads, _ = _grads(a.grad_out, *_halves(a.gate_up), activation, False)
+    a.gate_up.copy_(torch.cat(grads, -1))
+
+
+# Suffix of the name of an op -> its kernel.
+_KERNELS = {
+    "": _forward,
+    "_backward": _backward,
+    "_backward_": _backward_,
+    "_backward_product_": _backward_product_,
+    "_packed": _packed_forward,
+    "_packed_backward": _packed_backward,
+    "_packed_backward_": _packed_backward_,
+}
+
+
+def register_gated(name, activation_of):
+    """Registers the torch kernels of a family. ``activation_of(arguments of an op)``: the name of the
+    activation. Returns the two forms of the family: (gate and up, packed)."""
+
+    def torch_kernel(suffix, kernel):
+        op = getattr(torch.ops.liger, name + suffix).default
+        return by_name(op)(lambda a: kernel(a, activation_of(a)))
+
+    register_family(name, *itertools.starmap(torch_kernel, _KERNELS.items()))
+    return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))
 
 
 # --- the forms that write -----------------------------------------------------------------------------------
@@ -176,8 +211,3 @@ class _Inplace(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         return ctx.form.inplace_backward(ctx, grad_out)
-
-
-def gated_forms(name):
-    """The two forms of a family: (gate and up, packed)."""
-    return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))

@@ -1,77 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.op.arguments import FLAG, TEXT, arguments
-from .._core.op.backend import register_family
 from .._core.op.types import Approximate
-from . import gated
+from .gated import GELU_NAMES, register_gated
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
-def geglu_torch(gate, up, approximate="none"):
-    return gated.product(gate, up, gated.GELU_NAMES[approximate])
-
-
-def geglu_backward_torch(grad_out, gate, up, emit_product=False, approximate="none"):
-    return gated.backward(grad_out, gate, up, emit_product, gated.GELU_NAMES[approximate])
-
-
-def geglu_backward__torch(grad_out, gate, up, approximate="none"):
-    gated.backward_(grad_out, gate, up, gated.GELU_NAMES[approximate])
-
-
-def geglu_backward_product__torch(grad_out, gate, up, approximate="none"):
-    gated.backward_product_(
-        grad_out,
-        gate,
-        up,
-        gated.GELU_NAMES[approximate],
-    )
-
-
-def geglu_packed_torch(gate_up, approximate="none"):
-    return gated.packed_product(gate_up, gated.GELU_NAMES[approximate])
-
-
-def geglu_packed_backward_torch(grad_out, gate_up, emit_product=False, approximate="none"):
-    return gated.packed_backward(
-        grad_out,
-        gate_up,
-        emit_product,
-        gated.GELU_NAMES[approximate],
-    )
-
-
-def geglu_packed_backward__torch(grad_out, gate_up, approximate="none"):
-    gated.packed_backward_(grad_out, gate_up, gated.GELU_NAMES[approximate])
-
-
-register_family(
-    "geglu",
-    {
-        "geglu": geglu_torch,
-        "geglu_backward": geglu_backward_torch,
-        "geglu_backward_": geglu_backward__torch,
-        "geglu_backward_product_": geglu_backward_product__torch,
-        "geglu_packed": geglu_packed_torch,
-        "geglu_packed_backward": geglu_packed_backward_torch,
-        "geglu_packed_backward_": geglu_packed_backward__torch,
-    },
-    "liger.triton_kernels.geglu",
-)
-
-
-# --- fakes, autograd, vmap ----------------------------------------------------------------------------------
-
-_geglu, _geglu_packed = gated.gated_forms("geglu")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_geglu, _geglu_packed = register_gated("geglu", lambda a: GELU_NAMES[a.approximate])
 
 
 @arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)

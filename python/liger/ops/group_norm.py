@@ -6,14 +6,11 @@ normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`.
 value per channel.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import INTEGER, NOT_NEGATIVE, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
 
@@ -24,9 +21,6 @@ def _rows(x, num_groups):
 
 def _per_channel(parameter, x):
     return parameter.to(accumulate_dtype(x.dtype)).reshape(-1, *(1,) * (x.dim() - 2))
-
-
-# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def group_norm_torch(x, num_groups, weight=None, bias=None, eps=1e-5):
@@ -56,17 +50,7 @@ def group_norm_backward_torch(
     return torch.empty_like(x).copy_(grad_x), grad_weight, grad_bias
 
 
-register_family(
-    "group_norm",
-    {"group_norm": group_norm_torch, "group_norm_backward": group_norm_backward_torch},
-    "liger.triton_kernels.group_norm",
-)
-
-
-_group_norm = derive("group_norm")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_group_norm = declared_family("group_norm", group_norm_torch, group_norm_backward_torch)
 
 
 @arguments(late=True, enters=True, num_groups=INTEGER, eps=NOT_NEGATIVE)

@@ -6,17 +6,12 @@ float32 with one rounding at the end. The variance is the mean of ``(x - m)^2``,
 large numbers.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import NOT_NEGATIVE, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
-
-# --- torch backend ------------------------------------------------------------------------------------------
 
 
 def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
@@ -43,17 +38,7 @@ def layer_norm_backward_torch(
     return torch.empty_like(x).copy_(rows_grad(weighted, xhat, rstd)), grad_weight, grad_bias
 
 
-register_family(
-    "layer_norm",
-    {"layer_norm": layer_norm_torch, "layer_norm_backward": layer_norm_backward_torch},
-    "liger.triton_kernels.layer_norm",
-)
-
-
-_layer_norm = derive("layer_norm")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_layer_norm = declared_family("layer_norm", layer_norm_torch, layer_norm_backward_torch)
 
 
 @arguments(late=True, enters=True, eps=NOT_NEGATIVE)

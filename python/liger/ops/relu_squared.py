@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): torch kernels, API."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
-
-# --- torch backend ------------------------------------------------------------------------------------------
+from .._core.op.backend import declared_family
 
 
 def relu_squared_torch(x):
@@ -23,17 +18,7 @@ def relu_squared_backward_torch(grad_y, x):
     return torch.empty_like(x).copy_(grad_x)
 
 
-register_family(
-    "relu_squared",
-    {"relu_squared": relu_squared_torch, "relu_squared_backward": relu_squared_backward_torch},
-    "liger.triton_kernels.relu_squared",
-)
-
-
-_relu_squared = derive("relu_squared")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_relu_squared = declared_family("relu_squared", relu_squared_torch, relu_squared_backward_torch)
 
 
 @arguments(late=True, enters=True)

@@ -11,14 +11,12 @@ from .._core.math.dtypes import accumulate_dtype
 from .._core.math.row_blocks import row_blocks
 from .._core.op.backend import register_family
 from .._core.op.fakes import register_fake
+from .._core.op.tensors import wrong_shape
 
 
 def _check(x, factor):
     if factor.numel() != 1:
-        raise RuntimeError(f"rescale: factor has shape {tuple(factor.shape)}, expected one element")
-
-
-# --- torch backend ------------------------------------------------------------------------------------------
+        raise wrong_shape("rescale", "factor", factor, "one element")
 
 
 def _scale_into(out, x, factor):
@@ -43,19 +41,9 @@ def rescale__torch(x, factor):
     _scale_into(x, x, factor)
 
 
-register_family(
-    "rescale", {"rescale": rescale_torch, "rescale_": rescale__torch}, "liger.triton_kernels.rescale"
-)
-
-
-# --- fakes --------------------------------------------------------------------------------------------------
+register_family("rescale", rescale_torch, rescale__torch)
 
 
 @register_fake("liger::rescale")
 def _(x, factor):
     return torch.empty_like(x)
-
-
-@register_fake("liger::rescale_")
-def _(x, factor):
-    return None

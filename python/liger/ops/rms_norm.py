@@ -8,15 +8,12 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 ``"none"``   as eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
+from .._core.op.backend import declared_family
 from .._core.op.types import CastingMode
 
 
@@ -69,9 +66,6 @@ def _or_empty(tensor, like):
     return like.new_empty(0) if tensor is None else tensor
 
 
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     y, rstd = normalise(x, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), rstd
@@ -101,26 +95,10 @@ def fused_add_rms_norm_backward_torch(
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 
-register_family(
-    "rms_norm",
-    {"rms_norm": rms_norm_torch, "rms_norm_backward": rms_norm_backward_torch},
-    "liger.triton_kernels.rms_norm",
+_rms_norm = declared_family("rms_norm", rms_norm_torch, rms_norm_backward_torch)
+_fused_add_rms_norm = declared_family(
+    "fused_add_rms_norm", fused_add_rms_norm_torch, fused_add_rms_norm_backward_torch, triton="rms_norm"
 )
-register_family(
-    "fused_add_rms_norm",
-    {
-        "fused_add_rms_norm": fused_add_rms_norm_torch,
-        "fused_add_rms_norm_backward": fused_add_rms_norm_backward_torch,
-    },
-    "liger.triton_kernels.rms_norm",
-)
-
-
-_rms_norm = derive("rms_norm")
-_fused_add_rms_norm = derive("fused_add_rms_norm")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 _checked = arguments(late=True, enters=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)

@@ -12,16 +12,13 @@ transformers:
 ``"none"``   as eager code without casts: every intermediate result is rounded.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FLAG, NORM, arguments, check
-from .._core.op.backend import register_family
+from .._core.op.backend import declared_family
 from .._core.op.by_name import by_name
-from .._core.op.declared import derive
 from .._core.op.types import CastingMode, GateActivation
 
 
@@ -59,9 +56,6 @@ def _scaled(xhat, x, weight, offset, casting_mode):
         return n
     p = n * (weight.to(wide) + offset)
     return p.to(x.dtype).to(wide) if casting_mode != "gemma" and weight.dtype == x.dtype else p
-
-
-# --- torch backend ------------------------------------------------------------------------------------------
 
 
 @by_name(torch.ops.liger.rms_norm_gated.default)
@@ -115,17 +109,7 @@ def rms_norm_gated_backward_torch(given):
     )
 
 
-register_family(
-    "rms_norm_gated",
-    {"rms_norm_gated": rms_norm_gated_torch, "rms_norm_gated_backward": rms_norm_gated_backward_torch},
-    "liger.triton_kernels.rms_norm_gated",
-)
-
-
-_rms_norm_gated = derive("rms_norm_gated")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_rms_norm_gated = declared_family("rms_norm_gated", rms_norm_gated_torch, rms_norm_gated_backward_torch)
 
 
 @arguments(late=True, enters=True, **NORM)

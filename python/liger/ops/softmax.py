@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Softmax over the last dimension: torch kernels, API."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
-from .._core.op.backend import register_family
-from .._core.op.declared import derive
-
-# --- torch backend ------------------------------------------------------------------------------------------
+from .._core.op.backend import declared_family
 
 
 def softmax_torch(x):
@@ -23,17 +18,7 @@ def softmax_backward_torch(grad_y, y):
     return torch.empty_like(y).copy_(wide_y * (wide_grad - (wide_y * wide_grad).sum(-1, keepdim=True)))
 
 
-register_family(
-    "softmax",
-    {"softmax": softmax_torch, "softmax_backward": softmax_backward_torch},
-    "liger.triton_kernels.softmax",
-)
-
-
-_softmax = derive("softmax")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_softmax = declared_family("softmax", softmax_torch, softmax_backward_torch)
 
 
 @arguments(late=True)

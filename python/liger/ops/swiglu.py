@@ -1,68 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """SwiGLU, ``silu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with SiLU."""
 
-from __future__ import annotations
-
 import torch
 
 from .._core.op.arguments import FLAG, arguments
-from .._core.op.backend import register_family
-from . import gated
+from .gated import register_gated
 
-_SILU = "silu"
-
-# --- torch backend ------------------------------------------------------------------------------------------
-
-
-def swiglu_torch(gate, up):
-    return gated.product(gate, up, _SILU)
-
-
-def swiglu_backward_torch(grad_out, gate, up, emit_product=False):
-    return gated.backward(grad_out, gate, up, emit_product, _SILU)
-
-
-def swiglu_backward__torch(grad_out, gate, up):
-    gated.backward_(grad_out, gate, up, _SILU)
-
-
-def swiglu_backward_product__torch(grad_out, gate, up):
-    gated.backward_product_(grad_out, gate, up, _SILU)
-
-
-def swiglu_packed_torch(gate_up):
-    return gated.packed_product(gate_up, _SILU)
-
-
-def swiglu_packed_backward_torch(grad_out, gate_up, emit_product=False):
-    return gated.packed_backward(grad_out, gate_up, emit_product, _SILU)
-
-
-def swiglu_packed_backward__torch(grad_out, gate_up):
-    gated.packed_backward_(grad_out, gate_up, _SILU)
-
-
-register_family(
-    "swiglu",
-    {
-        "swiglu": swiglu_torch,
-        "swiglu_backward": swiglu_backward_torch,
-        "swiglu_backward_": swiglu_backward__torch,
-        "swiglu_backward_product_": swiglu_backward_product__torch,
-        "swiglu_packed": swiglu_packed_torch,
-        "swiglu_packed_backward": swiglu_packed_backward_torch,
-        "swiglu_packed_backward_": swiglu_packed_backward__torch,
-    },
-    "liger.triton_kernels.swiglu",
-)
-
-
-# --- fakes, autograd, vmap ----------------------------------------------------------------------------------
-
-_swiglu, _swiglu_packed = gated.gated_forms("swiglu")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
+_swiglu, _swiglu_packed = register_gated("swiglu", lambda a: "silu")
 
 
 @arguments(late=True, enters=True, inplace=FLAG)

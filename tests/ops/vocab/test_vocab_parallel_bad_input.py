@@ -34,7 +34,7 @@ def test_bad_input(rank, world):
     refuses("vocab_start was given without vocab_size", x, mine, target, vocab_start=0)
     refuses("vocab_start is 20, expected weight with its 17 classes", x, mine, target, vocab_start=20,
             vocab_size=34)  # fmt: skip
-    refuses("ce_weight has dtype torch.int64", x, mine, target, ce_weight=torch.ones(34).long())
+    refuses("ce_weight has dtype int64", x, mine, target, ce_weight=torch.ones(34).long())
     refuses(r"bias has shape \(34,\), expected \(17,\)", x, mine, target, bias)
     refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
             function=in_shards.cross_entropy)  # fmt: skip

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Placements and strides of DTensors."""
 
-from torch.distributed.tensor import Replicate
+import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -20,6 +21,14 @@ def restrict_sharding(tensor, dims):
 def where_sharded(placements, other):
     """Placements for another tensor of the call: ``other`` where ``placements`` shard, else replicated."""
     return tuple(other if is_sharded(p) else Replicate() for p in placements)
+
+
+def wrapped(local, mesh, placements, shape):
+    """A DTensor of this shape, dense, from the local tensor of each rank."""
+    strides = dense_strides(local, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
 
 
 def dense_strides(local, shape):

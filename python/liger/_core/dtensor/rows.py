@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from .mixed import MixedTensors
-from .placements import dense_strides, restrict_sharding, where_sharded
+from .placements import restrict_sharding, where_sharded, wrapped
 
 
 def align(op, x, target, token_weight, names):
@@ -51,22 +51,11 @@ def follow(op, x, tokens, target, token_weight, names):
 def flatten(tensor, dims):
     """(rows, ...) of a tensor whose first ``dims`` dimensions are token dimensions."""
     local, shape = tensor.to_local().flatten(0, dims - 1), torch.Size(tensor.shape)
-    return rewrapped(
-        local, tensor, where_sharded(tensor.placements, Shard(0)), (shape[:dims].numel(), *shape[dims:])
-    )
+    placements = where_sharded(tensor.placements, Shard(0))
+    return wrapped(local, tensor.device_mesh, placements, (shape[:dims].numel(), *shape[dims:]))
 
 
 def unflatten(rows, like):
     """One value per row, with the shape and placements of ``like``, the tensor before :func:`flatten`."""
-    return rewrapped(rows.to_local().reshape(like.to_local().shape), like, like.placements, like.shape)
-
-
-def rewrapped(local, tensor, placements, shape):
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=dense_strides(local, shape),
-    )
+    local = rows.to_local().reshape(like.to_local().shape)
+    return wrapped(local, like.device_mesh, like.placements, like.shape)

@@ -10,6 +10,7 @@ import torch
 from ..math.computed_rows import ignored_rows
 from ..math.dtypes import accumulate_dtype
 from ..op.by_name import options_among
+from ..op.tensors import wrong_shape
 
 
 def check_targets(op, target, vocab, ignore_index):
@@ -39,7 +40,7 @@ def check_row_stats(op, logits, stats):
     """Raises RuntimeError for statistics that are not from the forward: (2, rows), see
     :class:`RowResults`."""
     if stats.ndim != 2 or len(stats) != 2:
-        raise RuntimeError(f"{op}: stats has shape {tuple(stats.shape)}, expected (2, {logits.shape[0]})")
+        raise wrong_shape(op, "stats", stats, f"(2, {logits.shape[0]})")
     check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
 
 
@@ -64,7 +65,6 @@ class CEOptions(NamedTuple):
 
     @classmethod
     def of_op(cls, arguments):
-        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
         return options_among(cls, arguments)
 
     @property
@@ -128,6 +128,12 @@ class LogProbMetrics(NamedTuple):
 _NO_METRICS = Metrics()
 
 
+def capped(logits, softcap):
+    """The logits after the softcap, in the accumulation dtype."""
+    z = logits.to(accumulate_dtype(logits.dtype))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
 @dataclass
 class RowRule:
     """The options of one call, and per row all values that do not depend on the logits."""
@@ -154,8 +160,7 @@ class RowRule:
         return torch.ones((), dtype=self.wide, device=self.class_index.device)
 
     def capped(self, logits):
-        z = logits.to(self.wide)
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return capped(logits, self.softcap)
 
 
 class Targets(NamedTuple):

@@ -55,10 +55,6 @@ class Float32LMHeadGradients(LMHeadGradients):
             return self._add_scaled(x, dlogits, rounded, grad_x, ignored)
         return super().add(x, rounded.copy_(dlogits), grad_x, ignored)
 
-    def _add_bias(self, dlogits):
-        if self.needs_grad[2]:
-            self.bias += dlogits.sum(0)
-
     def _add_scaled(self, x, dlogits, rounded, grad_x, ignored):
         """The gradient of a logit is at most a probability divided by the number of tokens, which underflows
         in float16: it is multiplied by a power of two, and the products of the chunk are divided by it."""

@@ -45,7 +45,6 @@ class HeadOptions(NamedTuple):
 
     @classmethod
     def of_op(cls, arguments):
-        """From the arguments of an op (:func:`.op_arguments.by_name`)."""
         return options_among(cls, arguments)
 
     @property
@@ -200,15 +199,18 @@ class LMHeadGradients:
             grad_x: (rows, H) memory for the gradient of x, which may be x itself.
             ignored: (rows,) mask of ignored rows, or None.
         """
-        need_input, need_weight, need_bias = self.needs_grad
+        need_input, need_weight, _ = self.needs_grad
         if need_weight:
             valid = self._valid_rows(x, ignored, grad_x)
             product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
         if need_input:
             product(dlogits, self.head_weight, grad_x)
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self._add_bias(dlogits)
         self.chunks_added += 1
+
+    def _add_bias(self, dlogits):
+        if self.needs_grad[2]:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
     def finish(self):
         """(of the input, of the weight, of the bias) after the last chunk."""
@@ -273,7 +275,7 @@ class Sm90LMHeadGradients(LMHeadGradients):
         return self.weight.view(-1)[: rows * classes].view(rows, classes)
 
     def add(self, x, dlogits, grad_x, ignored):
-        need_input, _, need_bias = self.needs_grad
+        need_input, _, _ = self.needs_grad
         first = self.chunks_added == 0
         self.chunks_added += 1
         plan, workspace = self.layout, self._workspace
@@ -285,8 +287,7 @@ class Sm90LMHeadGradients(LMHeadGradients):
         k_splits, last = plan.first_k_splits if first else plan.k_splits, self.chunks_added == self._chunks
         sums = self.weight, self._scale_exponents, workspace, grad_x if need_input else self.input
         torch.ops.liger_sm90.linear_backward.default(*operands, k_splits, first, last, *sums)
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self._add_bias(dlogits)
 
 
 def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None, rows=None):

@@ -17,21 +17,18 @@ from ..math.matmul import product, without_ignored, write_linear
 from ..op.tensors import check_device, check_floating, check_shape, wrong_shape
 
 
-def check_factors(op, names, input, weight, lora_a, lora_b):
+def check_factors(op, input, weight, lora_a, lora_b):
     """Raises RuntimeError unless lora_a (r, H), which may be None, and lora_b (V, r) fit input (..., H) and
-    weight (V, H).
-
-    ``names``: of input and weight in the public function.
-    """
+    weight (V, H)."""
     check_floating(op, "lora_b", lora_b)
-    check_device(op, "lora_b", lora_b, names[0], input)
+    check_device(op, "lora_b", lora_b, "input", input)
     if lora_b.dim() != 2 or lora_b.shape[0] != weight.shape[0] or lora_b.shape[1] == 0:
-        expected = f"(vocab, r) with as many rows as {names[1]}, {weight.shape[0]}, and r of at least 1"
+        expected = f"(vocab, r) with as many rows as weight, {weight.shape[0]}, and r of at least 1"
         raise wrong_shape(op, "lora_b", lora_b, expected)
     if lora_a is None:
         return
     check_floating(op, "lora_a", lora_a)
-    check_device(op, "lora_a", lora_a, names[0], input)
+    check_device(op, "lora_a", lora_a, "input", input)
     if lora_a.shape != (lora_b.shape[1], weight.shape[1]):
         expected = f"(r, hidden), {(lora_b.shape[1], weight.shape[1])}: r is the last dimension of lora_b"
         raise wrong_shape(op, "lora_a", lora_a, expected)
@@ -39,7 +36,7 @@ def check_factors(op, names, input, weight, lora_a, lora_b):
 
 def check_low_rank(op, input, weight, lora_a, lora_b, down):
     """Raises RuntimeError unless the factors of an op fit: lora_a or down (N, r), and lora_b."""
-    check_factors(op, ("input", "weight"), input, weight, lora_a, lora_b)
+    check_factors(op, input, weight, lora_a, lora_b)
     if (lora_a is None) == (down is None):
         raise RuntimeError(
             f"{op}: expected either lora_a or down, got {'both' if down is not None else 'none'}"

@@ -59,24 +59,60 @@ def fake_results(like, rows, reduction, metrics):
     )
 
 
-def fake_logprobs(arguments):
-    """Fake (logprobs, entropy, argmax, log_sum_sq_probs, mean_logits) of the ops of log-probabilities."""
-    input, wanted = arguments.input, LogProbMetrics.of_op(arguments)
+def new_rows(input, *requested):
+    """For each flag one zero per row of the input, in the dtype of statistics; empty unless requested."""
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    return tuple(input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested)
 
-    def of_rows(flag, dtype=wide):
-        return input.new_empty((rows,) if flag else (0,), dtype=dtype)
 
-    others = of_rows(wanted.log_sum_sq_probs), of_rows(wanted.mean_logits)
-    return of_rows(True), of_rows(wanted.entropy), of_rows(wanted.argmax, torch.int64), *others
+class LogProbRows:
+    """The results of the ops of log-probabilities, one chunk of rows after the other. Ignored rows, which may
+    be skipped, have their values from the beginning.
+
+    Attributes:
+        all: (logprobs, entropy, argmax, log_sum_sq_probs, mean_logits); empty unless requested.
+    """
+
+    def __init__(self, input, requested):
+        self._requested = requested
+        logprobs, entropy, *metrics = new_rows(input, True, requested.entropy, *requested[2:])
+        argmax = input.new_full((input.shape[0] if requested.argmax else 0,), -1, dtype=torch.int64)
+        self.all = logprobs, entropy, argmax, *metrics
+
+    def fill(self, at, head, logits, target):
+        """Computes the results of the rows ``at`` from their logits; returns their statistics."""
+        requested = self._requested
+        found, metrics = head.statistics(logits, target, requested.entropy, requested.argmax), (None, None)
+        if any(requested[2:]):
+            metrics = head.metrics(logits, target, *requested[2:])
+        self.write(at, found.logprobs, found.entropy, found.argmax, *metrics)
+        return found
+
+    def write(self, at, *values):
+        for result, found in zip(self.all, values, strict=True):
+            if result.numel():
+                result[at] = found
+
+
+def fake_logprobs(arguments):
+    """Fake :attr:`LogProbRows.all` of an op, from its arguments by name."""
+    return LogProbRows(arguments.input, LogProbMetrics.of_op(arguments)).all
+
+
+# Arguments that may be None -> the argument whose dtype their empty gradient has then.
+_STANDS_FOR = {"bias": "weight", "lora_a": "lora_b", "down": "lora_b"}
 
 
 def fake_gradients(arguments):
-    """Fake gradients of input, weight and bias of an op with an lm_head, from its arguments by name."""
-    input, weight, bias = arguments.input, arguments.weight, arguments.bias
-    needed = zip((input, weight, bias), (input, weight, weight), arguments.needs_grad, strict=True)
+    """Fake gradients of an op with an lm_head, from its arguments by name: one for each ``need_grad_*``."""
+    names = [n.removeprefix("need_grad_") for n in arguments._fields if n.startswith("need_grad_")]
+    tensors = [getattr(arguments, name) for name in names]
+    needed = zip(names, tensors, arguments.needs_grad, strict=True)
     return tuple(
-        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0) for t, like, need in needed
+        getattr(arguments, _STANDS_FOR[name]).new_empty(0)
+        if t is None
+        else t.new_empty(t.shape if need else 0)
+        for name, t, need in needed
     )
 
 

@@ -12,14 +12,15 @@ ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class EngineConstants(NamedTuple):
-    """Constants of csrc/lm_head/sm90/sizes.h and csrc/lm_head/planner.h.
+    """Constants of csrc/lm_head/sm90/sizes.h, csrc/lm_head/planner.h and csrc/experts/sm90/schedule.h.
 
     ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows and with a
     softcap of at most ``max_softcap``. From ``full_speed_rows`` rows on cuBLAS reaches its full speed. A tile
     has ``tile_rows`` rows, the tiles of a cluster have ``cluster_rows``; the logits GEMM has tiles of
     ``logits_tile`` classes, each with a sum per row, and writes panels of ``panel`` classes. ``kept_numbers``
     float32 numbers of a row are kept for the backward of log-probabilities; the ranks of a sharded vocabulary
-    exchange ``rank_numbers`` of a row. ``grad_*_widths``: the columns that tiles of a gradient can have.
+    exchange ``rank_numbers`` of a row. The GEMMs of a mixture take at most ``max_experts`` experts, in tiles
+    of ``expert_columns`` columns. ``grad_*_widths``: the columns that tiles of a gradient can have.
     """
 
     hidden_unit: int
@@ -33,6 +34,8 @@ class EngineConstants(NamedTuple):
     kept_numbers: int
     rank_numbers: int
     rank_numbers_with_metrics: int
+    max_experts: int
+    expert_columns: int
     grad_input_widths: tuple[int, ...]
     grad_weight_widths: tuple[int, ...]
 

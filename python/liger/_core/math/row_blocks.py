@@ -8,11 +8,9 @@ _CPU_BLOCK = 1 << 17
 _GPU_BLOCK = 1 << 25
 
 
-def row_blocks(x, start=0, stop=None):
-    """Slices that cover rows ``start`` to ``stop`` of x, each with a bounded number of elements or one
-    row."""
-    stop = x.shape[0] if stop is None else stop
-    row = x[:1].numel()
+def row_blocks(x):
+    """Slices that cover the rows of x, each with a bounded number of elements or one row."""
+    rows, row = x.shape[0], x[:1].numel()
     elements = _CPU_BLOCK * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BLOCK
     step = max(1, elements // max(1, row))
-    return (slice(begin, min(begin + step, stop)) for begin in range(start, stop, step))
+    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))

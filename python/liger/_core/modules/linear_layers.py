@@ -2,8 +2,6 @@
 """Recognition of modules that are linear layers and nothing else, and of outputs that their caller may
 overwrite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -30,6 +30,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
+from .fakes import register_fake
 from .nodes import entered_by, entry_of_op
 
 
@@ -358,12 +359,15 @@ def forbid_autograd(op_name):
 
     Autograd does not know of the write and would return wrong gradients, so a call in grad mode with an
     argument that requires grad raises RuntimeError. Every call increments the version counters of the written
-    arguments, in every backend, so autograd detects a later use of the old value.
+    arguments, in every backend, so autograd detects a later use of the old value. An op without results gets
+    its fake here.
 
     Returns a function that takes all arguments of the op by position. Plain eager calls bypass the
     dispatcher.
     """
     op = getattr(torch.ops.liger, op_name).default
+    if not op._schema.returns:
+        register_fake(f"liger::{op_name}")(lambda *args: None)
     written = [
         i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     ]

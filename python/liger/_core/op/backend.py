@@ -14,8 +14,6 @@ kernels, unless the build has none for a device (docs/lab/dispatch.md has measur
 backend that cannot serve an op of CUDA tensors raises; it is never replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -36,6 +34,8 @@ from ..runtime.environment import changed_since_import, targets_checked, triton_
 from ..runtime.extras import install
 from ..runtime.log import log_dispatch, topics
 from .arguments import TEXT, check
+from .by_name import arguments_type
+from .declared import derive
 from .kernel_checks import checking_arguments, checking_devices, checking_overlap
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
@@ -86,25 +86,50 @@ FAMILIES: dict[str, Family] = {}
 PORTABLE: Kernels = {}
 
 
-def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> None:
+def _by_op(kernels: Sequence[Any]) -> Kernels:
+    """Kernels by the name of their op, which is their own, with or without ``_torch``."""
+    return {kernel.__name__.removesuffix("_torch"): kernel for kernel in kernels}
+
+
+def register_family(name: str, *torch_kernels: Any, triton: str | None = None) -> None:
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
     Args:
         name: the public op.
-        torch_kernels: functions by op name.
-        triton_module: full name of a module with functions of the same names.
+        torch_kernels: functions ``<op>_torch``.
+        triton: the module of ``liger.triton_kernels`` with functions ``<op>``; by default the name.
     """
-    for op, kernel in torch_kernels.items():
-        _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
-    FAMILIES[name] = Family(name, torch_kernels, triton_module)
-
-
-def register_portable(kernels: Kernels) -> None:
-    """Registers Python kernels, by op name, that serve both CPU and CUDA tensors."""
+    kernels = _by_op(torch_kernels)
     for op, kernel in kernels.items():
+        _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
+    FAMILIES[name] = Family(name, kernels, f"liger.triton_kernels.{triton or name}")
+
+
+def declared_family(name: str, *torch_kernels: Any, triton: str | None = None) -> Callable[..., Any]:
+    """:func:`register_family` and :func:`.declared.derive` of a declared op: the entry of the op."""
+    register_family(name, *torch_kernels, triton=triton)
+    return derive(name)
+
+
+def register_portable(*kernels: Any) -> None:
+    """Registers Python kernels, functions with the names of their ops, that serve both CPU and CUDA
+    tensors."""
+    for op, kernel in _by_op(kernels).items():
         for key in ("CPU", "CUDA"):
             _library.impl(op, checking_overlap(op, kernel), key)
-    PORTABLE.update(kernels)
+        PORTABLE[op] = kernel
+
+
+def register_composite(function: Callable[..., Any]) -> None:
+    """Registers a public function as the kernel of the op of its name, whose arguments are among its
+    parameters."""
+    name = function.__name__
+    arguments = arguments_type(getattr(torch.ops.liger, name).default)
+
+    def composite(*args: Any, **keywords: Any) -> Any:
+        return function(**arguments(*args, **keywords)._asdict())
+
+    _library.impl(name, composite, "CompositeImplicitAutograd")
 
 
 def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:

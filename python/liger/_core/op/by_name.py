@@ -30,7 +30,7 @@ def by_name(op):
 
 class _ByName:
     def __init__(self, op, function):
-        self._op, self._function = op, function
+        self._op, self._function, self.__name__ = op, function, op._opname
 
     def __call__(self, *args, **kwargs):
         return self._function(arguments_type(self._op)(*args, **kwargs))

@@ -18,7 +18,7 @@ import torch
 from ..math.dtypes import accumulate_dtype
 from .autograd import differentiable, differentiable_once, forbid_autograd
 from .fakes import register_fake
-from .vmap import refuse_mapped_scalars, to_front
+from .vmap import loop_rule, refuse_mapped_scalars, to_front
 
 
 class Shape(NamedTuple):
@@ -141,9 +141,10 @@ def derive(op):
     """
     declaration = declarations()[op]
     for name in declaration.ops:
-        _register_fake(declaration, name)
         if name.endswith("_"):
             forbid_autograd(name)
+        else:
+            _register_fake(declaration, name)
     torch.library.register_vmap(f"liger::{op}", _vmap_rule(declaration, overload(op)))
     return differentiable(overload(op), *_formula(op))
 
@@ -177,7 +178,7 @@ def _register_fake(declaration, op):
             return main.new_empty(declaration.sizes(name, main, values), dtype=dtype)
 
         made = tuple(map(fake, results))
-        return made if len(made) > 1 else made[0] if made else None
+        return made if len(made) > 1 else made[0]
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
@@ -261,26 +262,16 @@ def _vmap_rule(declaration, op):
     tensors = [i for i, a in enumerate(arguments) if a.name in declaration.shapes]
     parameters = [i for i in tensors if declaration.is_parameter(arguments[i].name)]
     rows = [i for i in tensors if i not in parameters]
-    is_batch = declaration.dims[0] == "batch"
+    is_batch, each = declaration.dims[0] == "batch", loop_rule(op)
 
     def rule(info, in_dims, *args):
+        if any(i < len(args) and in_dims[i] is not None for i in parameters):
+            return each(info, in_dims, *args)
         args = list(args)
-        mapped = [i for i in parameters if i < len(args) and in_dims[i] is not None]
         for i in rows:
             args[i] = to_front(args[i], in_dims[i], info.batch_size)
             if len(declaration.dims) > 1:
                 refuse_mapped_scalars(op._opname, arguments[i].name, args[i])
-        if mapped:
-
-            def element(n):
-                at = {i: args[i][n] for i in rows} | {i: args[i].select(in_dims[i], n) for i in mapped}
-                return op(*(at.get(i, value) for i, value in enumerate(args)))
-
-            outputs = [element(n) for n in range(info.batch_size)]
-            if isinstance(outputs[0], torch.Tensor):
-                return torch.stack(outputs), 0
-            outputs = tuple(map(torch.stack, zip(*outputs, strict=True)))
-            return outputs, (0,) * len(outputs)
         sizes = args[rows[0]].shape[:2]
         if is_batch:
             for i in rows:

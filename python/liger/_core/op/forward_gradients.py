@@ -13,9 +13,12 @@ from .autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
+    is_traced,
     may_write_saved,
     refuse_gradient_outputs,
+    wants_grad,
 )
+from .by_name import arguments_type
 from .loss_rows import refuse_gradients
 
 
@@ -48,6 +51,43 @@ def scaled_by_upstream(ctx, grads, grad_loss):
         if grad is not None:
             rescale_(grad, grad_loss)
     return grads
+
+
+def computes_gradient(logits, reduction):
+    """True if the forward of a loss of logits computes their gradient, which the backward then multiplies by
+    the upstream scalar.
+
+    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code:
+    its backward cannot overwrite saved tensors: the product would be an extra pass.
+    """
+    possible = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
+    return possible and not is_traced(logits)
+
+
+def backward_of_logprobs(op, name, differentiated, gradients):
+    """The backward of an op with results log-probabilities, entropies and others without a gradient.
+
+    Args:
+        op: the op.
+        name: its name in error messages.
+        differentiated: names of the arguments with a gradient.
+        gradients: ``gradients(ctx, grad_logprobs, grad_entropy, needed)``, one for each of them;
+            ``grad_entropy`` may be None.
+    """
+    arguments = arguments_type(op)._fields
+    positions = tuple(map(arguments.index, differentiated))
+
+    @differentiable_once(name)
+    def backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * len(arguments)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(grad_entropy)
+        needed = [ctx.needs_input_grad[i] for i in positions]
+        grads = gradients(ctx, grad_logprobs, grad_entropy, needed)
+        return at_positions(len(arguments), positions, grads, needed)
+
+    return backward
 
 
 def gradients_in_forward(

@@ -2,8 +2,6 @@
 """Checks before a Python kernel that compiled kernels make themselves: arguments, overlapping memory,
 devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -8,6 +8,7 @@ import torch
 
 from ..dtensor.inputs import flatten_tokens, is_dtensor, unflatten_tokens
 from ..math.dtypes import accumulate_dtype
+from .tensors import wrong_shape
 
 
 class Tokens(NamedTuple):
@@ -60,10 +61,8 @@ def flatten_rows(op, name, x, target, token_weight, target_name="target"):
         return x, target, token_weight, Tokens(target, None)  # already rows, or refused by the op's check
     for other_name, other in ((target_name, target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: {other_name} has shape {tuple(other.shape)}, expected the shape of {name} without its "
-                f"last dimension, {tuple(x.shape[:-1])}"
-            )
+            expected = f"the shape of {name} without its last dimension, {tuple(x.shape[:-1])}"
+            raise wrong_shape(op, other_name, other, expected)
     if x.dim() == 1:
         flat_weight = None if token_weight is None else token_weight.reshape(-1)
         return x.unsqueeze(0), target.reshape(-1), flat_weight, Tokens(target, None)

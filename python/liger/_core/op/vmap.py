@@ -16,7 +16,7 @@ def refuse_mapped_scalars(op, name, tensor):
         raise RuntimeError(f"{op}: {name} has shape (), expected at least one dimension")
 
 
-def _loop(op):
+def loop_rule(op):
     """A vmap rule that runs the op once per element of the mapped dimension."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
 
@@ -64,4 +64,4 @@ def register_loops(*namespaces):
             continue
         op = getattr(getattr(torch.ops, namespace), name).default
         if any("Tensor" in str(argument.type) for argument in op._schema.arguments):
-            torch.library.register_vmap(full_name, _loop(op))
+            torch.library.register_vmap(full_name, loop_rule(op))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Environment variables that are read when liger is imported, or 0 or 1."""
 
-from __future__ import annotations
-
 import os
 
 # Variables that have no effect after the import of liger, with their values then.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optional packages: each is installed by the extra of liger-ops with its name."""
 
-from __future__ import annotations
-
 
 def install(package: str) -> str:
     """The command that installs an optional package."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Public names of a package that are imported at first use."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any

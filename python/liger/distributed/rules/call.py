@@ -6,17 +6,29 @@ import re
 import warnings
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._core.dtensor.mixed import MixedTensors
-from ..._core.dtensor.placements import dense_strides, where_sharded
+from ..._core.dtensor.placements import where_sharded, wrapped
 
 # Suffixes of op names after the name of a public function.
 _FORMS = re.compile(r"(_metrics|_lora)?(_forward|_backward|_add_grad_weight)?(_product)?_?$")
+# Arguments that request a result, where their names do not follow from its name.
+_FLAGS = {
+    "grad_logits": ("need_grad",),
+    "grad_student": ("need_grad",),
+    "soft_loss": ("soft",),
+    "hard_loss": ("hard", "cross_entropy"),
+}
 
 
 class Call:
     """The arguments of an op by name. DTensors become local tensors with :meth:`redistribute`.
+
+    Attributes:
+        arguments: as the op will get them.
+        given: as the caller gave them.
+        parameters: the names of the arguments that :meth:`gather` has replicated.
 
     Raises:
         RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one
@@ -34,6 +46,7 @@ class Call:
             self.arguments[declared.name] = value
             if declared.alias_info is not None and declared.alias_info.is_write:
                 self.writes.add(declared.name)
+        self.given, self.parameters = dict(self.arguments), set()
         self.distributed = {n: a for n, a in self.arguments.items() if isinstance(a, DTensor)}
         first, tensor = next(iter(self.distributed.items()))
         self.mesh = tensor.device_mesh
@@ -78,7 +91,9 @@ class Call:
             self.arguments[name] = tensor.to_local()
 
     def gather(self, *names):
-        """Replicates parameters. A warning names each weight that was split over the ranks."""
+        """Replicates parameters, whose gradients are sums over ranks. A warning names each weight that was
+        split over the ranks."""
+        self.parameters.update(names)
         for name in names:
             tensor = self.distributed.get(name)
             if tensor is not None and tensor.dim() > 1 and any(p.is_shard() for p in tensor.placements):
@@ -96,14 +111,34 @@ class Call:
 
     def wrap(self, local, placements, shape=None):
         """A result as a DTensor. ``shape``: its global shape; None: the shape of the local tensor."""
-        shape = local.shape if shape is None else torch.Size(shape)
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=shape, stride=dense_strides(local, shape)
-        )
+        return wrapped(local, self.mesh, placements, local.shape if shape is None else shape)
 
-    def placeholder(self, local):
-        """The empty tensor in place of a result that was not requested."""
-        return self.wrap(local, self.replicated)
+    def _is_requested(self, name):
+        """False for a result that the call leaves out: by a flag, or because its argument is None. Kept
+        activations of ranks do not form a global tensor."""
+        argument = name.removeprefix("grad_")
+        if name.startswith("kept") or (argument != name and self.given.get(argument, name) is None):
+            return False
+        flags = _FLAGS.get(name, (f"need_{name}", f"return_{name}", f"emit_{name}"))
+        return all(self.given.get(flag, True) for flag in flags)
+
+    def wrap_result(self, name, local, rows, lead):
+        """A result as a DTensor. ``rows``: the placements of one with a value for each token, whose global
+        shape begins with ``lead``. Scalars and gradients of parameters are sums over tokens."""
+        if name in ("token_accuracy", "used_denominator") or not self._is_requested(name):
+            return self.wrap(local, self.replicated)
+        if local.dim() == 0 or name.removeprefix("grad_") in self.parameters:
+            return self.wrap(local, where_sharded(rows, Partial()))
+        if name == "stats":
+            return self.wrap(local, where_sharded(rows, Shard(1)), (local.shape[0], *lead))
+        return self.wrap(local, rows, (*lead, *local.shape[len(lead) :]))
+
+    def results(self, rows, lead):
+        """Runs the op; its results as :meth:`wrap_result` wraps them."""
+        found, names = self.run(), [result.name for result in self.op._schema.returns]
+        if len(names) < 2:
+            return None if found is None else self.wrap_result(*names, found, rows, lead)
+        return tuple(self.wrap_result(*named, rows, lead) for named in zip(names, found, strict=True))
 
     def all_reduce(self, local, placements):
         """A scalar summed over the mesh dimensions that ``placements`` shard."""

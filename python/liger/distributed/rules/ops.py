@@ -14,8 +14,8 @@ cannot express a loss whose denominator needs a reduction of its own.
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..._core.dtensor.placements import is_sharded, restrict_sharding, where_sharded
-from ..._core.op.declared import declarations, result_names
+from ..._core.dtensor.placements import is_sharded, restrict_sharding
+from ..._core.op.declared import declarations
 from .call import Call
 from .losses import LOSS_RULES
 
@@ -24,107 +24,44 @@ def _declared(declaration):
     """The rule of the ops of a declaration: each rank works on its shard of the independent dimensions with
     all of the parameters, whose gradients are partial sums."""
 
+    parameters = [name for name in declaration.shapes if declaration.is_parameter(name)]
+
     def rule(call):
-        given = dict(call.arguments)
-        main = given[declaration.main_of(given)]
+        main = call[declaration.main_of(call.given)]
         if not isinstance(main, DTensor):
             main = next(iter(call.distributed.values()))
         lead = declaration.independent(main)
         rows = restrict_sharding(main, range(lead))
-        for name in call.distributed:
-            call.redistribute(call.replicated if declaration.is_parameter(name) else rows, name)
-
-        def wrapped(name, local):
-            needed = given.get(f"need_{name}", given.get(f"emit_{name}", True))
-            if not needed or given.get(name.removeprefix("grad_"), main) is None:
-                return call.placeholder(local)
-            if declaration.is_parameter(name):
-                return call.wrap(local, where_sharded(rows, Partial()))
-            return call.wrap(local, rows, (*main.shape[:lead], *local.shape[lead:]))
-
-        results = call.run()
-        if not isinstance(results, tuple):
-            return None if results is None else wrapped(*result_names(call.name), results)
-        return tuple(map(wrapped, result_names(call.name), results))
+        call.gather(*parameters)
+        call.redistribute(rows, *(name for name in call.distributed if name not in parameters))
+        return call.results(rows, main.shape[:lead])
 
     return rule
 
 
-_TILED_PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+def _token_wise(*parameters):
+    """The rule of an op that treats each token of x alone: each rank works on its tokens, with all of the
+    parameters."""
+
+    def rule(call):
+        x = call["x"]
+        tokens = restrict_sharding(x, range(x.dim() - 1))
+        if "keep" in call.arguments:
+            # The kept activations of the ranks do not form a global tensor, so the backward recomputes them.
+            call.arguments["keep"] = False
+        call.redistribute(tokens, "x", "grad_y", "top_k_index", "top_k_weights")
+        call.redistribute(call.replicated, "kept", "kept_up")
+        call.gather(*parameters)
+        if call.given.get("num_shards") is not None:
+            # At most the number of tokens of the rank.
+            call.arguments["num_shards"] = min(call["num_shards"], max(call["x"].shape[:-1].numel(), 1))
+        return call.results(tokens, x.shape[:-1])
+
+    return rule
 
 
-def _redistribute_tiled(call, *followers):
-    """Redistributes to sharded tokens, and limits ``num_shards`` to the number of tokens of the rank."""
-    x = call["x"]
-    tokens = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(tokens, "x", *followers)
-    call.gather(*_TILED_PARAMETERS)
-    if call["num_shards"] is not None:
-        call.arguments["num_shards"] = min(call["num_shards"], max(call["x"].shape[:-1].numel(), 1))
-    return tokens, x.shape
-
-
-def _tiled_mlp(call):
-    # The kept activations of the ranks do not form a global tensor, so the backward recomputes gate and up.
-    call.arguments["keep"] = False
-    tokens, shape = _redistribute_tiled(call)
-    y, *kept = call.run()
-    return call.wrap(y, tokens, shape), *map(call.placeholder, kept)
-
-
-def _tiled_mlp_backward(call):
-    tokens, shape = _redistribute_tiled(call, "grad_y")
-    call.redistribute(call.replicated, "kept", "kept_up")
-    grad_x, *grads = call.run()
-    needed = (call[f"need_grad_{name}"] for name in _TILED_PARAMETERS)
-    partial = where_sharded(tokens, Partial())
-    return (
-        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.placeholder(grad_x),
-        *(
-            call.wrap(g, partial) if need else call.placeholder(g)
-            for g, need in zip(grads, needed, strict=True)
-        ),
-    )
-
-
-_EXPERTS_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-
-
-def _redistribute_experts(call, *followers):
-    """Redistributes to sharded tokens: each rank runs all experts on its tokens."""
-    x = call["x"]
-    tokens = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(tokens, "x", "top_k_index", "top_k_weights", *followers)
-    call.gather(*_EXPERTS_PARAMETERS)
-    return tokens, x.shape
-
-
-def _grouped_experts(call):
-    # As for tiled_mlp: the kept activations of the ranks do not form a global tensor.
-    call.arguments["keep"] = False
-    tokens, shape = _redistribute_experts(call)
-    y, kept = call.run()
-    return call.wrap(y, tokens, shape), call.placeholder(kept)
-
-
-def _grouped_experts_backward(call):
-    routing = call["top_k_weights"].shape
-    tokens, shape = _redistribute_experts(call, "grad_y")
-    call.redistribute(call.replicated, "kept")
-    grad_x, grad_weights, *grads = call.run()
-    partial = where_sharded(tokens, Partial())
-    return (
-        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.placeholder(grad_x),
-        call.wrap(grad_weights, tokens, routing)
-        if call["need_grad_top_k_weights"]
-        else call.placeholder(grad_weights),
-        *(
-            call.wrap(g, partial) if call[f"need_grad_{name}"] else call.placeholder(g)
-            for g, name in zip(grads, _EXPERTS_PARAMETERS, strict=True)
-        ),
-    )
-
-
+_tiled_mlp = _token_wise("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+_grouped_experts = _token_wise("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _BATCH, _TOKENS = Shard(0), Shard(2)
 
 
@@ -147,40 +84,22 @@ def _redistribute_rope(call, q_name, k_name):
 
 
 def _rope(call):
-    q_name, k_name = list(call.arguments)[:2]
+    call.gather("q_weight", "k_weight")
+    backward = "grad_q_out" in call.arguments and "q" in call.arguments
+    q_name, k_name = ("q", "k") if backward else list(call.arguments)[:2]
     placed = _redistribute_rope(call, q_name, k_name)
-    return tuple(call.wrap(local, *placements) for local, placements in zip(call.run(), placed, strict=True))
+    if backward:
+        for name, (placements, _) in zip("qk", placed, strict=True):
+            call.redistribute(placements, f"grad_{name}_out")
+    found = call.run()
+    if found is None:
+        return None
+    # Of q, of k, and the gradients of their weights.
+    names = [result.name for result in call.op._schema.returns]
+    return tuple(call.wrap_result(*of, *placed[i % 2]) for i, of in enumerate(zip(names, found, strict=True)))
 
 
-def _qk_norm_rope(call):
-    call.redistribute(call.replicated, "q_weight", "k_weight")
-    return _rope(call)
-
-
-def _qk_norm_rope_backward(call):
-    placed = _redistribute_rope(call, "q", "k")
-    call.redistribute(call.replicated, "q_weight", "k_weight")
-    for name, (placements, _) in zip("qk", placed, strict=True):
-        call.redistribute(placements, f"grad_{name}_out")
-    *grads, grad_q_weight, grad_k_weight = call.run()
-    results = [
-        call.wrap(grad, *placements) if call[f"need_grad_{name}"] else call.placeholder(grad)
-        for name, grad, placements in zip("qk", grads, placed, strict=True)
-    ]
-    for name, grad, (placements, _) in zip("qk", (grad_q_weight, grad_k_weight), placed, strict=True):
-        needed = call[f"need_grad_{name}_weight"] and call[f"{name}_weight"] is not None
-        results.append(
-            call.wrap(grad, where_sharded(placements, Partial())) if needed else call.placeholder(grad)
-        )
-    return tuple(results)
-
-
-def _rope_(call):
-    _redistribute_rope(call, "q", "k")
-    call.run()
-
-
-def _redistribute_scaled(call):
+def _rescale(call):
     """Scaling is linear, so shards and partial sums can be scaled without communication."""
     x = call["x"]
     placements = tuple(
@@ -188,32 +107,16 @@ def _redistribute_scaled(call):
     )
     call.redistribute(placements, "x")
     call.redistribute(call.replicated, "factor")
-    return placements, x.shape
-
-
-def _rescale(call):
-    placements, shape = _redistribute_scaled(call)
-    return call.wrap(call.run(), placements, shape)
-
-
-def _rescale_(call):
-    _redistribute_scaled(call)
-    call.run()
+    found = call.run()
+    return None if found is None else call.wrap(found, placements, x.shape)
 
 
 RULES = {
     **{op: _declared(declaration) for op, declaration in declarations().items()},
-    "rope": _rope,
-    "rope_backward": _rope,
-    "rope_": _rope_,
-    "qk_norm_rope": _qk_norm_rope,
-    "qk_norm_rope_backward": _qk_norm_rope_backward,
-    "tiled_mlp_forward": _tiled_mlp,
-    "tiled_mlp_backward": _tiled_mlp_backward,
-    "grouped_experts_forward": _grouped_experts,
-    "grouped_experts_backward": _grouped_experts_backward,
-    "rescale": _rescale,
-    "rescale_": _rescale_,
+    **dict.fromkeys(("rope", "rope_backward", "rope_", "qk_norm_rope", "qk_norm_rope_backward"), _rope),
+    **dict.fromkeys(("tiled_mlp_forward", "tiled_mlp_backward"), _tiled_mlp),
+    **dict.fromkeys(("grouped_experts_forward", "grouped_experts_backward"), _grouped_experts),
+    **dict.fromkeys(("rescale", "rescale_"), _rescale),
     **LOSS_RULES,
 }
 

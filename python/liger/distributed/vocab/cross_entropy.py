@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..._core.head.cross_entropy import CEOptions, Metrics
+from ..._core.head.lm_head import LMHeadGradients
 from ..._core.head.results import fake_gradients, fake_results
 from ..._core.head.sm90_plan import ENGINE
 from ..._core.math.computed_rows import computed_rows
@@ -25,7 +26,7 @@ from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import refuse_gradients
 from ..._core.op.tensors import check_classes
-from ...ops.fused_linear_ce.op import differentiable_ce
+from ...ops.fused_linear_ce.lora import differentiable_ce
 from . import sm90
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
 from .rows import Rows, check_class_weights
@@ -73,32 +74,27 @@ class Chunk(NamedTuple):
         return self.gathered
 
 
-class Gradients:
+class Gradients(LMHeadGradients):
     """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous
     float32 all-reduce that overlaps with the next chunk, then rounded once."""
 
     def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
-        need_input, need_weight, need_bias = needs_grad
-        self.weight_shard, self.group, self.computed = weight, group, computed
-        self.alone = dist.get_world_size(group) == 1
-        self.input = input.new_empty(input.shape if need_input else 0)
+        super().__init__(input, weight, bias, needs_grad, 1, False)
+        self.group, self.computed, self.alone = group, computed, dist.get_world_size(group) == 1
         computed.clear(self.input)
-        self.weight = weight.new_empty(weight.shape if need_weight else 0)
-        self.sum = torch.empty_like(self.weight, dtype=torch.float32) if accumulator else self.weight
-        wide = accumulate_dtype(input.dtype)
-        self.bias = input.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
-        self.needs_grad = need_input, need_weight, self.bias.numel() > 0
-        self.reducing, self.chunks_added = None, 0
+        if accumulator:
+            self.separate_sum, self.sum = True, torch.empty_like(self.weight, dtype=torch.float32)
+        self.reducing = None
 
     @property
     def spare(self):
         """The memory of the weight gradient if its sum is a separate buffer, else None."""
-        return None if self.sum is self.weight else self.weight
+        return self.weight if self.separate_sum else None
 
     def add(self, at, dlogits, x):
         """Adds the gradients of a chunk. ``at``: what selects its rows in a tensor of all rows; ``x``: its
         rows of the input, which may be overwritten if they are a copy."""
-        need_input, need_weight, need_bias = self.needs_grad
+        need_input, need_weight, _ = self.needs_grad
         memory = self.computed.memory(self.input, at, x) if need_input else None
         if need_input and not self.alone:
             self._reduce_input(at, dlogits)
@@ -106,10 +102,9 @@ class Gradients:
             # The copy uses the memory of the gradient of these rows, which is written later.
             valid = without_ignored(x, self.computed.ignored(at), memory)
             self._product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self._add_bias(dlogits)
         if need_input and self.alone:
-            self._product(dlogits, self.weight_shard, memory)
+            self._product(dlogits, self.head_weight, memory)
             self.computed.from_memory(self.input, at, memory)
         self.chunks_added += 1
 
@@ -119,10 +114,10 @@ class Gradients:
     def _reduce_input(self, at, dlogits):
         shape = dlogits.shape[0], self.input.shape[1]
         partial = self.input.new_empty(shape, dtype=accumulate_dtype(self.input.dtype))
-        if self.weight_shard.shape[0] == 0:
+        if self.head_weight.shape[0] == 0:
             partial.zero_()
         else:
-            self._product(dlogits, self.weight_shard, partial)
+            self._product(dlogits, self.head_weight, partial)
         work = dist.all_reduce(partial, group=self.group, async_op=True)
         self._wait_for_reduction()
         self.reducing = at, partial, work
@@ -135,13 +130,8 @@ class Gradients:
             self.reducing = None
 
     def finish(self):
-        """The gradients (of input, weight, bias) after the last chunk."""
         self._wait_for_reduction()
-        if self.chunks_added == 0:
-            self.sum.zero_()
-        if self.sum is not self.weight:
-            self.weight.copy_(self.sum)
-        return self.input, self.weight, self.bias.to(self.weight.dtype)
+        return super().finish()
 
 
 def _chunks(rows, chunk_rows, chunks):

@@ -12,25 +12,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..._core.dtensor.placements import is_sharded, where_sharded
-from ..._core.dtensor.rows import align, follow, rewrapped
+from ..._core.dtensor.placements import where_sharded, wrapped
+from ..._core.dtensor.rows import align, follow
 from ..._core.head.cross_entropy import read_targets
 from ..._core.head.results import CrossEntropyOutput
 from ..._core.math.dtypes import accumulate_dtype
 from . import functions
 from .agreement import told_to_all
-from .shards import whole_tensor
-
-
-def _vocab_dimension(tensor, dim, has_rows):
-    """The dimension of the mesh that shards the classes; None unless it is one, and along the others the
-    tensor is whole or, with ``has_rows``, has rows of its own."""
-    dim %= max(tensor.dim(), 1)
-    sharded = [i for i, p in enumerate(tensor.placements) if is_sharded(p) and p.dim == dim]
-    others = [p for i, p in enumerate(tensor.placements) if i not in sharded]
-    if len(sharded) == 1 and all(p.is_replicate() or (has_rows and is_sharded(p)) for p in others):
-        return sharded[0]
-    return None
+from .shards import vocab_dimension, whole_tensor
 
 
 def _replicated_along(dimension, placements):
@@ -86,7 +75,7 @@ class _Rows(NamedTuple):
 
     def per_row(self, local):
         """One value per row as a DTensor."""
-        rows = rewrapped(local, self.target, self.placements, self.target.shape)
+        rows = wrapped(local, self.mesh, self.placements, self.target.shape)
         return rows.redistribute(placements=self.tokens)
 
 
@@ -107,7 +96,7 @@ def _options(options, rows, vocab):
 def _takes_layer(input, weight, bias):
     """True if the classes of weight and bias are sharded alike, over processes that have the rows of the
     input."""
-    if not isinstance(weight, DTensor) or _vocab_dimension(weight, 0, False) is None or input.dim() < 2:
+    if not isinstance(weight, DTensor) or vocab_dimension(weight, 0, False) is None or input.dim() < 2:
         return False
     others = [t for t in (input, bias) if isinstance(t, DTensor)]
     return all(t.device_mesh == weight.device_mesh for t in others)
@@ -133,7 +122,7 @@ def fused_linear_ce(op, input, weight, target, bias, options, metrics, shards=No
     with told_to_all(op, weight, 0, None, (input, weight, target)):
         if not isinstance(input, DTensor):
             return functions.fused_linear_ce(input, weight, target, bias, options, metrics)
-        dimension = _vocab_dimension(weight, 0, False)
+        dimension = vocab_dimension(weight, 0, False)
         rows = _Rows.of_layer(op, input, target, options.token_weight, dimension, ("input", "target"))
         options = _options(options, rows, weight.shape[0])
         found = functions.fused_linear_ce(rows.x, weight, rows.target, bias, options, metrics)
@@ -146,7 +135,7 @@ def cross_entropy(op, logits, target, options, metrics, shards=None):
         return functions.cross_entropy(logits, target, options, metrics, *shards)
     if logits.dim() < 2 or functions.needs_whole_rows(metrics):
         return None
-    dimension = _vocab_dimension(logits, -1, True)
+    dimension = vocab_dimension(logits, -1, True)
     if dimension is None:
         return None
     with told_to_all(op, logits, -1, None, (logits, target)):
@@ -167,7 +156,7 @@ def fused_linear_logprobs(op, names, input, weight, target, bias, options, metri
     with told_to_all(op, weight, 0, None, (input, weight, target)):
         rows = None
         if isinstance(input, DTensor):
-            dimension = _vocab_dimension(weight, 0, False)
+            dimension = vocab_dimension(weight, 0, False)
             rows = _Rows.of_layer(op, input, target, None, dimension, (names.input, names.target))
             input, target = rows.x, rows.target
         found = functions.fused_linear_logprobs(names, input, weight, target, bias, options, metrics)

@@ -15,6 +15,7 @@ from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import is_traced, wants_grad
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows
 from ..._core.op.tensors import (
+    LayerNames,
     check_accum_dtype,
     check_given_classes,
     check_ignore_index,
@@ -50,19 +51,23 @@ def _prepare(op, options, metrics, tensor, target):
     )
 
 
-def fused_linear_ce(
-    input, weight, target, bias, options, metrics, group=None, vocab_start=None, vocab_size=None
-):
-    """:func:`liger.fused_linear_ce` of the shard of a process."""
+def _local_layer(op, names, input, weight, bias, group=None, vocab_start=None, vocab_size=None):
+    """(weight, bias, group, :class:`VocabShards`) of this process."""
+    weight, group, vocab_size = local_shard(op, names.weight, weight, 0, group, vocab_size, input)
+    bias, group, vocab_size = local_shard(op, names.bias, bias, 0, group, vocab_size, input)
+    if weight.dim() != 2:
+        raise wrong_shape(op, names.weight, weight, "(classes, hidden)")
+    return weight, bias, group, find_shard(op, names.weight, weight.shape[0], group, vocab_start, vocab_size)
+
+
+def fused_linear_ce(input, weight, target, bias, options, metrics, *where):
+    """:func:`liger.fused_linear_ce` of the shard of a process. ``where``: group, vocab_start and vocab_size;
+    without them a DTensor says it."""
     op = name_of_call(FUSED)
     check_budget_variable(options.memory_budget)
     check_accum_dtype(op, "input", input, options.accum_dtype)
     options = _prepare(op, options, metrics, input, target)
-    weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
-    bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)
-    if weight.dim() != 2:
-        raise wrong_shape(op, "weight", weight, "(classes, hidden)")
-    shards = find_shard(op, "weight", weight.shape[0], group, vocab_start, vocab_size)
+    weight, bias, group, shards = _local_layer(op, LayerNames(), input, weight, bias, *where)
     named = {"input": input, "target": target, "token_weight": options.token_weight}
     input, target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
     input, weight, bias = autocast_operands(input, weight, bias)
@@ -89,19 +94,13 @@ def cross_entropy(logits, target, options, metrics, group=None, vocab_start=None
     return output_like(tokens, options.reduction, metrics, results)
 
 
-def fused_linear_logprobs(
-    names, input, weight, target, bias, options, metrics, group=None, vocab_start=None, vocab_size=None
-):
+def fused_linear_logprobs(names, input, weight, target, bias, options, metrics, *where):
     """The fields of :class:`liger.LogProbs` of the shard of a process; ``names``: the argument names in
     messages."""
     op = name_of_call(LOGPROBS)
     check_budget_variable(options.memory_budget)
     check_ignore_index(op, names.target, target, options.ignore_index)
-    weight, group, vocab_size = local_shard(op, names.weight, weight, 0, group, vocab_size, input)
-    bias, group, vocab_size = local_shard(op, names.bias, bias, 0, group, vocab_size, input)
-    if weight.dim() != 2:
-        raise wrong_shape(op, names.weight, weight, "(classes, hidden)")
-    shards = find_shard(op, names.weight, weight.shape[0], group, vocab_start, vocab_size)
+    weight, bias, group, shards = _local_layer(op, names, input, weight, bias, *where)
     named = {names.input: input, names.target: target}
     input, target = (replicated_tensor(op, name, t, group) for name, t in named.items())
     check_logits_dtype(op, names.input, input, options.logits_dtype)

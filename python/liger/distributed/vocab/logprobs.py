@@ -11,12 +11,13 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..._core.head.cross_entropy import LogProbMetrics
 from ..._core.head.lm_head import HeadOptions, RowStatistics
-from ..._core.head.results import fake_gradients, fake_logprobs
+from ..._core.head.results import LogProbRows, fake_gradients, fake_logprobs, new_rows
 from ..._core.math.computed_rows import computed_rows, ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.autograd import at_positions, differentiable, differentiable_once
+from ..._core.op.autograd import differentiable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.forward_gradients import backward_of_logprobs
 from ..._core.op.tensors import check_classes
 from . import sm90_logprobs as _engine
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
@@ -48,6 +49,9 @@ _library.define(
     " Tensor? kept_rows=None)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
+
+
+_FORWARD = torch.ops.liger_distributed.fused_linear_logprobs_forward.default
 
 
 class _Shard(NamedTuple):
@@ -162,7 +166,7 @@ def _bytes_per_logit(logits_dtype):
     return None if logits_dtype is None else 6
 
 
-@by_name(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)
+@by_name(_FORWARD)
 def _forward(a):
     options, requested, keep = HeadOptions.of_op(a), LogProbMetrics.of_op(a), a.keep
     input, weight, target, bias = a.input, a.weight, a.target, a.bias
@@ -185,8 +189,11 @@ def _forward(a):
         engine_plan = _engine.forward_plan(head, keep)
         if engine_plan is not None:
             found, *kept = _engine.forward(head, engine_plan, requested.entropy, requested.argmax, keep)
-            no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
-            return found.logprobs, found.entropy, found.argmax, found.stats, *no_metrics, *kept
+            of_target, no_metrics = (
+                (found.logprobs, found.entropy, found.argmax),
+                new_rows(input, False, False),
+            )
+            return *of_target, found.stats, *no_metrics, *kept
     head = options._replace(ignore_index=_IGNORED).head(weight, bias)
     ignored = ignored_rows(target, options.ignore_index)
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
@@ -194,28 +201,22 @@ def _forward(a):
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
     # The values of ignored rows, which no process computes: all have the same targets.
     computed = computed_rows(target, options.ignore_index, skip=True)
-    logprobs, stats = input.new_zeros(rows, dtype=wide), input.new_zeros(2, rows, dtype=wide)
+    results, stats = LogProbRows(input, requested), input.new_zeros(2, rows, dtype=wide)
     stats[1] = 1.0
-    entropy = input.new_zeros(rows if requested.entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
-    metrics = [input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested[2:]]
 
     def finish(chunk):
         merged, *of_chunk = _Shard.unstacked(chunk.wait(), requested).merged()
         left_out, y = ignored[chunk.rows], target[chunk.rows]
         # A target that is no class: only a CUDA tensor can have one.
         found = torch.where((y >= 0) & (y < vocab_size), merged.logprobs, torch.nan)
-        logprobs[chunk.rows] = found.masked_fill_(left_out, 0.0)
         largest, total = merged.stats
         stats[0, chunk.rows] = largest.masked_fill_(left_out, 0.0)
         stats[1, chunk.rows] = total.masked_fill_(left_out, 1.0)
-        if requested.entropy:
-            entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
-        if requested.argmax:
-            argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
-        for result, values in zip(metrics, of_chunk, strict=True):
-            if result.numel():
-                result[chunk.rows] = values.masked_fill_(left_out, 0.0)
+        values = found, merged.entropy, merged.argmax, *of_chunk
+        for value, if_left_out in zip(values, (0.0, 0.0, -1, 0.0, 0.0), strict=True):
+            if value.numel():
+                value.masked_fill_(left_out, if_left_out)
+        results.write(chunk.rows, *values)
 
     plan = ChunkPlan.of(
         input, group, vocab_size, False, True, budget, computed.count, _bytes_per_logit(logits_dtype)
@@ -232,7 +233,8 @@ def _forward(a):
         return Chunk(chunk, logits, *gather(shard.stacked(), group))
 
     plan.run(computed, start, finish)
-    return logprobs, entropy, argmax, stats, *metrics, empty, input.new_empty(0, dtype=wide)
+    *of_target, squares, means = results.all
+    return *of_target, stats, squares, means, empty, input.new_empty(0, dtype=wide)
 
 
 @by_name(torch.ops.liger_distributed.fused_linear_logprobs_backward.default)
@@ -287,7 +289,7 @@ _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExpl
 
 
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
-@by_name(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)
+@by_name(_FORWARD)
 def _(a):
     (rows, _), wide = a.input.shape, accumulate_dtype(a.input.dtype)
     kept, kept_rows = _engine.kept_shapes(rows, a.weight.shape[0]) if a.keep else ((0,), (0,))
@@ -306,31 +308,22 @@ register_fake("liger_distributed::fused_linear_logprobs_backward")(
 
 
 def _setup(ctx, inputs, output):
-    a = arguments_type(torch.ops.liger_distributed.fused_linear_logprobs_forward.default)(*inputs)
+    a = arguments_type(_FORWARD)(*inputs)
     _logprobs, entropy, argmax, stats, *others = output
     ctx.save_for_backward(a.input, a.weight, a.target, a.bias, stats, entropy, *others[-2:])
-    ctx.options, ctx.arguments = HeadOptions.of_op(a), len(inputs)
+    ctx.options = HeadOptions.of_op(a)
     ctx.shards = a.vocab_start, a.vocab_size, a.group_name
     ctx.mark_non_differentiable(argmax, stats, *others, *(() if a.return_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once(LOGPROBS)
-def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    if grad_logprobs is None and grad_entropy is None:
-        return (None,) * ctx.arguments
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(grad_entropy)
-    input, weight, target, bias, stats, entropy, *kept = ctx.saved_tensors
-    positions = (0, 1, 3)  # of input, weight and bias among the arguments
-    needed = [ctx.needs_input_grad[i] for i in positions]
-    layer, options = (input, weight, target, bias), ctx.options
+def _gradients(ctx, grad_logprobs, grad_entropy, needed):
+    *layer, stats, entropy, kept, kept_rows = ctx.saved_tensors
+    options = ctx.options
     rows = *options.of_logits, stats, entropy, *options[3:], *ctx.shards
     backward = torch.ops.liger_distributed.fused_linear_logprobs_backward.default
-    grads = backward(grad_logprobs, grad_entropy, *layer, *rows, *needed, *kept)
-    return at_positions(ctx.arguments, positions, grads, needed)
+    return backward(grad_logprobs, grad_entropy, *layer, *rows, *needed, kept, kept_rows)
 
 
-logprobs_op = differentiable(
-    torch.ops.liger_distributed.fused_linear_logprobs_forward.default, _setup, _backward
-)
+_backward = backward_of_logprobs(_FORWARD, LOGPROBS, ("input", "weight", "bias"), _gradients)
+logprobs_op = differentiable(_FORWARD, _setup, _backward)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..._core.head.cross_entropy import RowResults, gradient_weights, make_rule, row_upstream
+from ..._core.op.tensors import check_device, wrong_dtype, wrong_shape
 from ...ops.cross_entropy.stats import cross_entropy_stats, cross_entropy_stats_backward_
 
 
@@ -40,7 +41,6 @@ class Rows:
 
     def __init__(self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics):
         ce_weight, self.classes = options.ce_weight, classes
-        check_class_weights(op, ce_weight, target, vocab_size)
         self.rule = make_rule(op, dtype, vocab_size, target, options)
         self.results = RowResults(self.rule, metrics)
         self.denominator = self.rule.denominator(options.denominator, options.reduction)
@@ -109,13 +109,8 @@ def check_class_weights(op, ce_weight, target, vocab):
     if ce_weight is None:
         return
     if ce_weight.shape != (vocab,):
-        raise RuntimeError(
-            f"{op}: ce_weight has shape {tuple(ce_weight.shape)}, expected ({vocab},), one weight for each class of "
-            "the whole vocabulary"
-        )
+        expected = f"({vocab},), one weight for each class of the whole vocabulary"
+        raise wrong_shape(op, "ce_weight", ce_weight, expected)
     if not ce_weight.is_floating_point():
-        raise RuntimeError(f"{op}: ce_weight has dtype {ce_weight.dtype}, expected a floating dtype")
-    if ce_weight.device != target.device:
-        raise RuntimeError(
-            f"{op}: ce_weight is on {ce_weight.device}, expected the device of target, {target.device}"
-        )
+        raise wrong_dtype(op, "ce_weight", ce_weight, "a floating dtype")
+    check_device(op, "ce_weight", ce_weight, "target", target)

@@ -55,27 +55,15 @@ def vocab_group(tensor, dim):
     return tensor.device_mesh.get_group(sharded[0]) if len(sharded) == 1 else None
 
 
-def _vocab_dimension(op, name, tensor, dim, has_rows):
-    """The dimension of the mesh that shards the classes, which are dimension ``dim`` of a tensor.
-
-    Along the others the processes have the same shard, or rows of their own if the tensor has rows.
-
-    Raises:
-        RuntimeError: any other placements.
-    """
-    found = tuple(tensor.placements)
-    sharded = [i for i, p in enumerate(found) if is_sharded(p) and p.dim == dim]
-    others = [p for i, p in enumerate(found) if i not in sharded]
+def vocab_dimension(tensor, dim, has_rows):
+    """The dimension of the mesh of a DTensor that shards the classes, its dimension ``dim``; None unless it
+    is one, and along the others the tensor is whole or, with ``has_rows``, has rows of its own."""
+    dim %= max(tensor.dim(), 1)
+    sharded = [i for i, p in enumerate(tensor.placements) if is_sharded(p) and p.dim == dim]
+    others = [p for i, p in enumerate(tensor.placements) if i not in sharded]
     if len(sharded) == 1 and all(p.is_replicate() or (has_rows and is_sharded(p)) for p in others):
         return sharded[0]
-    if len(found) == 1:
-        expected = f"(Shard(dim={dim}),)"
-    else:
-        expected = (
-            f"Shard(dim={dim}) along one dimension of the mesh and Replicate() along the others: redistribute it, or "
-            "call this within the forward of the module whose parameters fully_shard gathers"
-        )
-    raise RuntimeError(f"{op}: {name} is a DTensor with placements {found}, expected {expected}")
+    return None
 
 
 def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
@@ -88,7 +76,16 @@ def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
     """
     if not isinstance(tensor, DTensor):
         return tensor, group, vocab_size
-    mesh, dimension = tensor.device_mesh, _vocab_dimension(op, name, tensor, dim, rows is None)
+    mesh, dimension = tensor.device_mesh, vocab_dimension(tensor, dim, rows is None)
+    if dimension is None:
+        expected = f"(Shard(dim={dim}),)"
+        if mesh.ndim > 1:
+            expected = (
+                f"Shard(dim={dim}) along one dimension of the mesh and Replicate() along the others: redistribute it, "
+                "or call this within the forward of the module whose parameters fully_shard gathers"
+            )
+        placements = tuple(tensor.placements)
+        raise RuntimeError(f"{op}: {name} is a DTensor with placements {placements}, expected {expected}")
     found = mesh.get_group(dimension)
     if group is not None and _ranks(group) != _ranks(found):
         raise RuntimeError(

@@ -94,23 +94,23 @@ def rank_classes(vocab_size, group):
     return -(-vocab_size // dist.get_world_size(group))
 
 
-def plan_of(input, weight, bias, options, group, vocab_size, needs_grad):
-    """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all
-    processes."""
-    if options.label_smoothing != 0.0 or (options.softcap or 0.0) > ENGINE.max_softcap:
-        return None
+def engine_plan(input, weight, bias, group, vocab_size, needs_grad, exact, memory_budget):
+    """The :class:`LinearCePlan` of a pass over all rows, or None if the GEMMs of torch compute it; the same
+    on all processes. ``needs_grad``: of input and weight."""
     clusters = clusters_for(input, weight, bias, group)
     if clusters == 0:
         return None
-    plan = plan_chunks_sm90(
-        *input.shape,
-        rank_classes(vocab_size, group),
-        *needs_grad[:2],
-        options.exact,
-        options.memory_budget,
-        clusters,
-    )
+    problem = *input.shape, rank_classes(vocab_size, group), *needs_grad
+    plan = plan_chunks_sm90(*problem, exact, memory_budget, clusters)
     return plan if plan.chunks else None
+
+
+def plan_of(input, weight, bias, options, group, vocab_size, needs_grad):
+    """:func:`engine_plan` of a loss."""
+    if options.label_smoothing != 0.0 or (options.softcap or 0.0) > ENGINE.max_softcap:
+        return None
+    limits = options.exact, options.memory_budget
+    return engine_plan(input, weight, bias, group, vocab_size, needs_grad[:2], *limits)
 
 
 class ShardCall:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..._core.head.kept_logits import budget_or_default, exponentials_bytes
-from ..._core.head.sm90_plan import ENGINE, LinearCePlan, PlannedChunk, plan_chunks_sm90, round_up
-from .sm90 import ShardCall, add_gradients, clusters_for, gathered_sums, rank_classes, sum_target_logits
+from ..._core.head.sm90_plan import ENGINE, LinearCePlan, PlannedChunk, round_up
+from .sm90 import ShardCall, add_gradients, engine_plan, gathered_sums, rank_classes, sum_target_logits
 
 
 class Head(NamedTuple):
@@ -37,19 +37,10 @@ class Head(NamedTuple):
         return self.vocab_start, self.vocab_size, ""
 
     def plan(self, needs_grad, memory_budget=None):
-        """The :class:`LinearCePlan` of a pass over all rows; None: the GEMMs of torch compute it."""
-        clusters = clusters_for(self.input, self.weight, None, self.group)
-        if clusters == 0:
-            return None
-        plan = plan_chunks_sm90(
-            *self.input.shape,
-            rank_classes(self.vocab_size, self.group),
-            *needs_grad,
-            True,
-            self.memory_budget if memory_budget is None else memory_budget,
-            clusters,
-        )
-        return plan if plan.chunks else None
+        """:func:`.sm90.engine_plan`."""
+        budget = self.memory_budget if memory_budget is None else memory_budget
+        layer = self.input, self.weight, None
+        return engine_plan(*layer, self.group, self.vocab_size, needs_grad, True, budget)
 
     def keeps_exponentials(self):
         """True if a forward keeps the exponentials of all rows for its backward: where they fit the memory
@@ -168,9 +159,7 @@ class Backward(LogProbCall):
 
 def forward_plan(head: Head, keep):
     """The plan of the forward; None: the GEMMs of torch compute it."""
-    if keep:
-        return one_chunk(head.input.shape[0])
-    return head.plan((False, False))
+    return one_chunk(head.input.shape[0]) if keep else head.plan((False, False))
 
 
 def forward(head: Head, plan, entropy, argmax, keep):

@@ -22,7 +22,6 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    is_traced,
     may_write_inputs,
     may_write_saved,
     non_overlapping,
@@ -30,32 +29,15 @@ from ..._core.op.autograd import (
     refuse_inplace_leaf,
     wants_grad,
 )
-from ..._core.op.backend import register_family
+from ..._core.op.backend import register_composite
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import scaled_by_upstream
+from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
 from ..._core.op.nodes import entering, register_cross_entropy
 from ..._core.op.tensors import check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
-from .rows import (
-    cross_entropy_backward__torch,
-    cross_entropy_backward_torch,
-    cross_entropy_forward__torch,
-    cross_entropy_forward_torch,
-)
-
-register_family(
-    "cross_entropy",
-    {
-        "cross_entropy_forward": cross_entropy_forward_torch,
-        "cross_entropy_forward_": cross_entropy_forward__torch,
-        "cross_entropy_backward": cross_entropy_backward_torch,
-        "cross_entropy_backward_": cross_entropy_backward__torch,
-    },
-    "liger.triton_kernels.cross_entropy",
-)
-
+from . import rows as _rows  # noqa: F401  registers the torch kernels
 
 # --- fakes --------------------------------------------------------------------------------------------------
 
@@ -84,26 +66,11 @@ def _(grad_loss, logits, *rest):
     return torch.empty_like(logits)
 
 
-@register_fake("liger::cross_entropy_backward_")
-def _(grad_loss, logits, *rest):
-    return None
-
-
 # --- autograd -----------------------------------------------------------------------------------------------
 
 # Position among the arguments of cross_entropy_forward, behind the tensors and numbers that the backward
 # takes.
 _REDUCTION = arguments_type(torch.ops.liger.cross_entropy_forward.default)._fields.index("reduction")
-
-
-def _gradient_in_forward(logits, reduction):
-    """True if the forward computes the gradient, which the backward then multiplies by the upstream scalar.
-
-    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code:
-    its backward cannot overwrite saved tensors: the product would be an extra pass.
-    """
-    possible = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
-    return possible and not is_traced(logits)
 
 
 def _setup(ctx, inputs, output):
@@ -203,40 +170,6 @@ def _inplace_applies(logits):
     return non_overlapping([logits])
 
 
-# --- composite ----------------------------------------------------------------------------------------------
-
-
-def _cross_entropy(logits, target, options, metrics, inplace, shards=None):
-    check_ignore_index("cross_entropy", "target", target, options.ignore_index)
-    check_denominator("cross_entropy", options.denominator, options.reduction)
-    if shards is not None or is_dtensor(logits):
-        found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics, shards)
-        if found is not None:
-            return found
-    logits, target, token_weight = align_tokens(
-        "cross_entropy", logits, target, options.token_weight, ("logits", "target")
-    )
-    rows, flat_target, flat_weight, tokens = flatten_rows(
-        "cross_entropy", "logits", logits, target, token_weight
-    )
-    # No property of options: torch.compile of torch 2.10 traces none of a named tuple.
-    numbers = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
-    weights = options.ce_weight, flat_weight, options.denominator
-    arguments = rows, flat_target, *weights, *numbers, options.reduction, *metrics
-    need_grad = _gradient_in_forward(rows, options.reduction)
-    in_place = inplace and _inplace_applies(rows)
-    results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
-    return output_like(tokens, options.reduction, metrics, results)
-
-
-def _composite(logits, target, *options):
-    return _cross_entropy(logits, target, CEOptions(*options), Metrics(), inplace=False)
-
-
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
-
-
 # --- public API ---------------------------------------------------------------------------------------------
 
 
@@ -331,15 +264,23 @@ def cross_entropy(
     Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row;
     label smoothing as in Szegedy et al., arXiv 1512.00567.
     """
-    options = CEOptions(
-        ce_weight=ce_weight,
-        token_weight=token_weight,
-        denominator=denominator_tensor(denominator, logits),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        reduction=reduction,
-    )
-    shards = given_shards(group, vocab_start, vocab_size)
-    return _cross_entropy(logits, target, options, Metrics.named(metrics), inplace, shards)
+    op, divisor = "cross_entropy", denominator_tensor(denominator, logits)
+    shards, flags = given_shards(group, vocab_start, vocab_size), Metrics.named(metrics)
+    check_ignore_index(op, "target", target, ignore_index)
+    check_denominator(op, divisor, reduction)
+    numbers = ignore_index, label_smoothing, lse_square_scale, softcap
+    if shards is not None or is_dtensor(logits):
+        options = CEOptions(ce_weight, token_weight, divisor, *numbers, reduction)
+        found = in_shards["cross_entropy"](op, logits, target, options, flags, shards)
+        if found is not None:
+            return found
+    logits, target, token_weight = align_tokens(op, logits, target, token_weight, ("logits", "target"))
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "logits", logits, target, token_weight)
+    given = rows, flat_target, ce_weight, flat_weight, divisor, *numbers, reduction, *flags
+    need_grad = computes_gradient(rows, reduction)
+    in_place = inplace and _inplace_applies(rows)
+    results = _Inplace.apply(need_grad, *given) if in_place else _forward_op(*given, need_grad)
+    return output_like(tokens, reduction, flags, results)
+
+
+register_composite(cross_entropy)

@@ -15,6 +15,7 @@ from ..._core.head.cross_entropy import (
     row_gradient,
 )
 from ..._core.math.row_blocks import row_blocks
+from ..._core.op.backend import register_family
 from ..._core.op.by_name import by_name
 
 
@@ -66,3 +67,12 @@ def cross_entropy_backward_torch(a):
 @by_name(torch.ops.liger.cross_entropy_backward_.default)
 def cross_entropy_backward__torch(a):
     _write_gradient(a.logits, a)
+
+
+register_family(
+    "cross_entropy",
+    cross_entropy_forward_torch,
+    cross_entropy_forward__torch,
+    cross_entropy_backward_torch,
+    cross_entropy_backward__torch,
+)

@@ -17,7 +17,7 @@ of the target alone. Not with the log-sum-exp as ``reference``, which is rounded
 
 import torch
 
-from ..._core.head.cross_entropy import check_row_values
+from ..._core.head.cross_entropy import capped, check_row_values
 from ..._core.math.computed_rows import ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
@@ -33,11 +33,6 @@ _MIN_LOG = -1e30
 
 def _check(op, logits, target, ce_weight, softcap):
     torch.ops.liger.check_cross_entropy(op, logits, target, ce_weight, None, None, 0.0, softcap, "sum")
-
-
-def _capped(logits, softcap):
-    z = logits.to(accumulate_dtype(logits.dtype))
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def _columns(target, vocab_start, classes):
@@ -56,7 +51,7 @@ def cross_entropy_stats_torch(
     column, present = _columns(target, vocab_start, classes)
     stats = logits.new_empty((3 + return_class_sum + return_square_sum, rows), dtype=wide)
     for block in row_blocks(logits):
-        z = _capped(logits[block], softcap)
+        z = capped(logits[block], softcap)
         high = z.amax(-1)
         stats[0, block] = high
         # A row of -inf: avoids inf - inf.
@@ -88,7 +83,7 @@ def _write_gradient(op, out, logits, target, *rest):
     reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)
     ignored = ignored_rows(target, ignore_index).unsqueeze(1)
     for block in row_blocks(logits):
-        z = _capped(logits[block], softcap)
+        z = capped(logits[block], softcap)
         grad, factor = z - reference[block], coef_exp[block].unsqueeze(1)
         if coef_log is not None:
             factor = grad.clamp(min=_MIN_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
@@ -114,12 +109,9 @@ def cross_entropy_stats_backward__torch(logits, *rest):
 
 register_family(
     "cross_entropy_stats",
-    {
-        "cross_entropy_stats": cross_entropy_stats_torch,
-        "cross_entropy_stats_backward": cross_entropy_stats_backward_torch,
-        "cross_entropy_stats_backward_": cross_entropy_stats_backward__torch,
-    },
-    "liger.triton_kernels.cross_entropy_stats",
+    cross_entropy_stats_torch,
+    cross_entropy_stats_backward_torch,
+    cross_entropy_stats_backward__torch,
 )
 
 
@@ -138,11 +130,6 @@ def _(
 @register_fake("liger::cross_entropy_stats_backward")
 def _(logits, *rest):
     return torch.empty_like(logits)
-
-
-@register_fake("liger::cross_entropy_stats_backward_")
-def _(logits, *rest):
-    return None
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ docs/guides/divergence.md defines every term, and says when the forward computes
 is a weight per row and, except for "none", a sum over rows.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -18,36 +16,16 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    is_traced,
     refuse_gradient_outputs,
-    wants_grad,
 )
-from ..._core.op.backend import register_family
-from ..._core.op.by_name import by_name
+from ..._core.op.backend import register_composite
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import scaled_by_upstream
+from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
 from ..._core.op.tensors import check_floating
 from ..._core.op.types import DivergenceReduction, Scalar
+from . import rows as _rows  # noqa: F401  registers the torch kernels
 from .reduction import flatten_pair, nan_if_empty, row_weights
-from .rows import (
-    divergence_backward_torch,
-    divergence_ce_forward__torch,
-    divergence_forward__torch,
-    divergence_forward_torch,
-)
-
-register_family(
-    "divergence",
-    {
-        "divergence_forward": divergence_forward_torch,
-        "divergence_forward_": divergence_forward__torch,
-        "divergence_ce_forward_": divergence_ce_forward__torch,
-        "divergence_backward": divergence_backward_torch,
-    },
-    "liger.triton_kernels.divergence",
-)
-
 
 # --- fakes --------------------------------------------------------------------------------------------------
 
@@ -84,13 +62,6 @@ def _(grad_loss, student, *rest):
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
-
-
-def _gradient_in_forward(student, reduction):
-    """True if the forward computes the gradient; the same conditions as in
-    :mod:`liger.ops.cross_entropy.op`."""
-    possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
-    return possible and not is_traced(student)
 
 
 def _setup(ctx, inputs, output):
@@ -148,6 +119,7 @@ class _Options(NamedTuple):
 
 
 def _divergence(op, student, teacher, target, token_weight, denominator, options, reduction):
+    denominator = denominator_tensor(denominator, student)
     batch = student.shape[0] if student.dim() > 1 else 1
     rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
@@ -166,37 +138,16 @@ def _divergence(op, student, teacher, target, token_weight, denominator, options
     torch.ops.liger.check_divergence(op, rows, teacher, target, weight, *options[:4])
     refuse_gradients(op, teacher=teacher)
     per_row = reduction == "none"
-    need_grad = _gradient_in_forward(rows, reduction)
+    need_grad = computes_gradient(rows, reduction)
     loss, _, _ = _forward_op(rows, teacher, target, weight, *options, per_row, need_grad)
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
-def _composite(name, divergence_of):
-    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
-
-    @by_name(getattr(torch.ops.liger, name).default)
-    def composite(a):
-        options = _Options(*divergence_of(a), a.temperature, a.log_probs, a.ignore_index)
-        tensors = a.student, a.teacher, a.target, a.token_weight, a.denominator
-        return _divergence(name, *tensors, options, a.reduction)
-
-    return composite
-
-
 def kl_divergence(reverse):
     """The name of the divergence of ``kl_div``."""
     return "reverse_kl" if reverse else "forward_kl"
-
-
-_library = torch.library.Library("liger", "IMPL")
-for _name, _divergence_of in {
-    "kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
-    "jsd": lambda a: (jsd_divergence(a.beta), a.beta),
-    "tvd": lambda a: ("tvd", 0.5),
-}.items():
-    _library.impl(_name, _composite(_name, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -266,7 +217,6 @@ def kl_div(
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv
     2306.08543.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options(kl_divergence(reverse), 0.5, temperature, log_probs, ignore_index)
     return _divergence("kl_div", student, teacher, target, token_weight, denominator, options, reduction)
 
@@ -306,7 +256,6 @@ def jsd(
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options(jsd_divergence(beta), beta, temperature, log_probs, ignore_index)
     return _divergence("jsd", student, teacher, target, token_weight, denominator, options, reduction)
 
@@ -343,6 +292,9 @@ def tvd(
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv
     2307.15190.
     """
-    denominator = denominator_tensor(denominator, student)
     options = _Options("tvd", 0.5, temperature, log_probs, ignore_index)
     return _divergence("tvd", student, teacher, target, token_weight, denominator, options, reduction)
+
+
+for _function in (kl_div, jsd, tvd):
+    register_composite(_function)

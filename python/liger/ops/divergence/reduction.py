@@ -2,8 +2,6 @@
 """The rows of a divergence and the factor of the loss of each row, shared with the divergences of linear
 layers."""
 
-from __future__ import annotations
-
 import torch
 
 from ..._core.dtensor.inputs import align_tokens
@@ -19,21 +17,15 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
     if x.dim() < 1:
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
-        raise RuntimeError(
-            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected the shape of {names[0]}, {tuple(x.shape)}, "
-            "except for the last dimension"
-        )
+        expected = f"the shape of {names[0]}, {tuple(x.shape)}, except for the last dimension"
+        raise wrong_shape(op, names[1], teacher, expected)
     for name, other in (("target", target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: {name} has shape {tuple(other.shape)}, expected the shape of {names[0]} without its last "
-                f"dimension, {tuple(x.shape[:-1])}"
-            )
-        # Checked here, because the message of a torch op would not name the arguments.
-        if other is not None and other.device != x.device:
-            raise RuntimeError(
-                f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
-            )
+            expected = f"the shape of {names[0]} without its last dimension, {tuple(x.shape[:-1])}"
+            raise wrong_shape(op, name, other, expected)
+        if other is not None:
+            # Checked here, because the message of a torch op would not name the arguments.
+            check_device(op, name, other, names[0], x)
     _, teacher, _ = align_tokens(op, x, teacher, None, names)
     x, target, token_weight = align_tokens(op, x, target, token_weight, (names[0], "target"))
     # A last dimension of size 0 has nothing to select; the op accepts it or names it.
@@ -52,9 +44,6 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
     return x, teacher, target, token_weight, tokens
 
 
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
-
-
 def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
     """The factor of each row's loss before the sum: (rows,), () if all are equal, or None for 1.
 
@@ -65,8 +54,6 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     check_one_device(
         op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
     )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     if token_weight is not None:
         check_floating(op, "token_weight", token_weight)
         check_device(op, "token_weight", token_weight, "the rows", rows)

@@ -6,6 +6,7 @@ import torch
 from ..._core.math.computed_rows import ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
+from ..._core.op.backend import register_family
 
 
 def mixture_beta(beta, dtype=torch.float32):
@@ -213,3 +214,12 @@ def divergence_backward_torch(grad_loss, student, teacher, target, stats, *optio
     grad_student = torch.empty_like(student)
     _write_gradient(grad_student, grad_loss, student, teacher, target, stats, options)
     return grad_student
+
+
+register_family(
+    "divergence",
+    divergence_forward_torch,
+    divergence_forward__torch,
+    divergence_ce_forward__torch,
+    divergence_backward_torch,
+)

@@ -7,8 +7,6 @@ adds to the sum (beta = 1). The gradient therefore has no memory of its own, and
 a float32 sum.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..._core.dtensor.inputs import is_dtensor
@@ -20,8 +18,7 @@ from ..._core.op.arguments import dtype_name
 from ..._core.op.autograd import forbid_autograd, recording_tracer, wants_grad
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
-from ..._core.op.fakes import register_fake
-from ..._core.op.tensors import check_classes
+from ..._core.op.tensors import check_classes, wrong_shape
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
 
@@ -44,7 +41,7 @@ def _check_sum(op, grad_weight, weight):
 
 def _check_upstream(op, name, tensor, expected):
     if tensor is not None and tensor.shape != expected:
-        raise RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+        raise wrong_shape(op, name, tensor, expected)
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
@@ -89,25 +86,7 @@ def fused_linear_logprobs_add_grad_weight_(a):
     chunks.add_logprobs(target, a.grad_logprobs, a.grad_entropy)
 
 
-register_portable(
-    {
-        "fused_linear_ce_add_grad_weight_": fused_linear_ce_add_grad_weight_,
-        "fused_linear_logprobs_add_grad_weight_": fused_linear_logprobs_add_grad_weight_,
-    }
-)
-
-
-# --- fakes --------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::fused_linear_ce_add_grad_weight_")
-def _(grad_weight, *arguments):
-    return None
-
-
-@register_fake("liger::fused_linear_logprobs_add_grad_weight_")
-def _(grad_weight, *arguments):
-    return None
+register_portable(fused_linear_ce_add_grad_weight_, fused_linear_logprobs_add_grad_weight_)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -5,45 +5,34 @@ the calls of the public functions with ``lora_a`` and ``lora_b``.
 The logits are ``hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T``.
 """
 
-from __future__ import annotations
+from functools import partial
 
 import torch
 
 from ..._core.head.cross_entropy import Metrics
 from ..._core.head.lm_head import HeadOptions
 from ..._core.head.low_rank import check_factors, refuse_one_factor
-from ..._core.head.results import fake_logprobs, fake_results
-from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
+from ..._core.head.results import fake_gradients, fake_logprobs, fake_results
+from ..._core.op.autograd import differentiable, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import gradients_in_forward
+from ..._core.op.forward_gradients import backward_of_logprobs, gradients_in_forward
 from . import lora_chunks  # noqa: F401  registers the kernels
 
 _LOGPROBS = "fused_linear_logprobs"
-# The arguments with a gradient, and their positions in both forwards.
+# The arguments with a gradient.
 _DIFFERENTIATED = ("input", "weight", "bias", "lora_a", "lora_b", "down")
-_POSITIONS = (0, 1, 3, 4, 5, 6)
-_logprobs_arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
+_LOGPROBS_FORWARD = torch.ops.liger.fused_linear_logprobs_lora_forward.default
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
-
-
-def _fake_gradients(a):
-    tensors = a.input, a.weight, a.bias, a.lora_a, a.lora_b, a.down
-    # The gradient of an argument that is None.
-    likes = a.input, a.weight, a.weight, a.lora_b, a.lora_b, a.lora_b
-    return tuple(
-        like.new_empty(0) if t is None else t.new_empty(t.shape if need else 0)
-        for t, like, need in zip(tensors, likes, a.needs_grad, strict=True)
-    )
 
 
 @register_fake("liger::fused_linear_ce_lora_forward")
 @by_name(torch.ops.liger.fused_linear_ce_lora_forward.default)
 def _(a):
     results = fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a))
-    return *results, *_fake_gradients(a)
+    return *results, *fake_gradients(a)
 
 
 @register_fake("liger::fused_linear_logprobs_lora_forward")
@@ -53,57 +42,53 @@ def _(a):
 
 
 register_fake("liger::fused_linear_logprobs_lora_backward")(
-    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(_fake_gradients)
+    by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)(fake_gradients)
 )
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
 
-_ce_op = gradients_in_forward(
-    torch.ops.liger.fused_linear_ce_lora_forward.default,
-    "fused_linear_ce",
+# For ops with the arguments of fused_linear_ce_forward, and possibly more.
+differentiable_ce = partial(
+    gradients_in_forward,
     refused=("ce_weight", "token_weight", "denominator"),
     row_weight="token_weight",
     per_row=("reduction", "none", "sum"),
-    differentiated=_DIFFERENTIATED,
+)
+
+_ce_op = differentiable_ce(
+    torch.ops.liger.fused_linear_ce_lora_forward.default, "fused_linear_ce", differentiated=_DIFFERENTIATED
 )
 
 
 def _setup(ctx, inputs, output):
-    a = _logprobs_arguments(*inputs)
+    a = arguments_type(_LOGPROBS_FORWARD)(*inputs)
     ctx.save_for_backward(*inputs[:7])
     ctx.scale, ctx.options = a.lora_scale, HeadOptions.of_op(a)
     ctx.mark_non_differentiable(*(output[2:] if a.return_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once(_LOGPROBS)
-def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    if grad_logprobs is None and grad_entropy is None:
-        return (None,) * len(_logprobs_arguments._fields)
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(grad_entropy)
-    needed = [ctx.needs_input_grad[i] for i in _POSITIONS]
+def _gradients(ctx, grad_logprobs, grad_entropy, needed):
     options = ctx.options
     head = *options.of_logits, options.memory_budget, *needed, options.logits_dtype, options.accum_dtype
     backward = torch.ops.liger.fused_linear_logprobs_lora_backward.default
-    grads = backward(grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *head)
-    return at_positions(len(_logprobs_arguments._fields), _POSITIONS, grads, needed)
+    return backward(grad_logprobs, grad_entropy, *ctx.saved_tensors, ctx.scale, *head)
 
 
-_logprobs_op = differentiable(torch.ops.liger.fused_linear_logprobs_lora_forward.default, _setup, _backward)
+_backward = backward_of_logprobs(_LOGPROBS_FORWARD, _LOGPROBS, _DIFFERENTIATED, _gradients)
+_logprobs_op = differentiable(_LOGPROBS_FORWARD, _setup, _backward)
 
 
 # --- calls of public functions ------------------------------------------------------------------------------
 
 
-def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
+def check_lora(op, input, weight, lora_a, lora_b, **refused):
     """Raises RuntimeError for factors that do not fit, ValueError for options that a low-rank term does not
     have.
 
     Args:
         op: the public function.
-        names: of input and weight there.
         input, weight: (..., H), (V, H).
         lora_a, lora_b: the factors; not both None.
         refused: such options, by name, with the value that is expected.
@@ -114,7 +99,7 @@ def check_lora(op, names, input, weight, lora_a, lora_b, **refused):
             choice = " or ".join(map(str, expected))
             raise ValueError(f"{op}: {name} is {value}, expected {choice} with lora_a and lora_b")
     if weight.dim() == 2 and input.dim() > 0:
-        check_factors(op, names, input, weight, lora_a, lora_b)
+        check_factors(op, input, weight, lora_a, lora_b)
 
 
 def lora_ce(rows, weight, target, bias, factors, scale, options, metrics):

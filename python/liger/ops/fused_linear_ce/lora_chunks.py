@@ -14,7 +14,7 @@ from ..._core.head.chunks import HeadChunks
 from ..._core.head.cross_entropy import CEOptions, LogProbMetrics, Metrics, make_rule
 from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.head.low_rank import LowRank, LowRankGradients, check_low_rank
-from ..._core.math.dtypes import accumulate_dtype
+from ..._core.head.results import LogProbRows
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
 from ..._core.op.tensors import check_classes
@@ -111,26 +111,10 @@ def fused_linear_ce_lora_forward(a):
 @by_name(torch.ops.liger.fused_linear_logprobs_lora_forward.default)
 def fused_linear_logprobs_lora_forward(a):
     head, chunks = _logprob_chunks(a, (False,) * 6)
-    requested, rows, wide = LogProbMetrics.of_op(a), a.input.shape[0], accumulate_dtype(a.input.dtype)
-    others = requested.log_sum_sq_probs, requested.mean_logits
-    logprobs, entropy, *metrics = (
-        a.input.new_zeros(rows if flag else 0, dtype=wide) for flag in (True, requested.entropy, *others)
-    )
-    argmax = a.target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
+    results = LogProbRows(a.input, LogProbMetrics.of_op(a))
     for at, logits in chunks:
-        y = a.target[at]
-        statistics = head.statistics(logits, y, requested.entropy, requested.argmax)
-        results = [
-            (logprobs, statistics.logprobs),
-            (entropy, statistics.entropy),
-            (argmax, statistics.argmax),
-        ]
-        if any(others):
-            results += zip(metrics, head.metrics(logits, y, *others), strict=True)
-        for every, values in results:
-            if every.numel():
-                every[at] = values
-    return logprobs, entropy, argmax, *metrics
+        results.fill(at, head, logits, a.target[at])
+    return results.all
 
 
 @by_name(torch.ops.liger.fused_linear_logprobs_lora_backward.default)
@@ -158,9 +142,5 @@ def _logprob_chunks(a, needs_grad):
 
 
 register_portable(
-    {
-        "fused_linear_ce_lora_forward": fused_linear_ce_lora_forward,
-        "fused_linear_logprobs_lora_forward": fused_linear_logprobs_lora_forward,
-        "fused_linear_logprobs_lora_backward": fused_linear_logprobs_lora_backward,
-    }
+    fused_linear_ce_lora_forward, fused_linear_logprobs_lora_forward, fused_linear_logprobs_lora_backward
 )

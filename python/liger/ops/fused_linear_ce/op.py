@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import overload
 
 import torch
@@ -26,7 +25,7 @@ from ..._core.dtensor.inputs import (
 )
 from ..._core.head.chunks import HeadChunks
 from ..._core.head.cross_entropy import CEOptions, Metrics, RowResults, at_original_rows, make_rule
-from ..._core.head.float16_factor import float16_factor
+from ..._core.head.float16 import float16_factor
 from ..._core.head.lm_head import LMHead, LMHeadGradients, planned_rows
 from ..._core.head.results import CrossEntropyOutput, fake_gradients, fake_results, output_like
 from ..._core.math.computed_rows import computed_rows
@@ -34,16 +33,15 @@ from ..._core.math.row_blocks import row_blocks
 from ..._core.op.arguments import CE_OPTIONS, FLAG, LORA, arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.backend import register_family
+from ..._core.op.backend import register_composite, register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
-from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows
 from ..._core.op.tensors import check_accum_dtype, check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable
 from .add_grad_weight import ce_adding_grad_weight, summed_weight
-from .lora import check_lora, lora_ce
+from .lora import check_lora, differentiable_ce, lora_ce
 
 # --- torch backend ------------------------------------------------------------------------------------------
 
@@ -94,11 +92,7 @@ def fused_linear_ce_forward_torch(a):
     return *reduced, *chunks.finish()
 
 
-register_family(
-    "fused_linear_ce",
-    {"fused_linear_ce_forward": fused_linear_ce_forward_torch},
-    "liger.triton_kernels.fused_linear_ce",
-)
+register_family("fused_linear_ce", fused_linear_ce_forward_torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -115,24 +109,15 @@ def _(a):
 
 # --- autograd -----------------------------------------------------------------------------------------------
 
-# For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the
-# metrics.
-differentiable_ce = partial(
-    gradients_in_forward,
-    refused=("ce_weight", "token_weight", "denominator"),
-    row_weight="token_weight",
-    per_row=("reduction", "none", "sum"),
-)
-
 fused_linear_ce_forward = differentiable_ce(
     torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce"
 )
 
 
-# --- composite ----------------------------------------------------------------------------------------------
+# --- public API ---------------------------------------------------------------------------------------------
 
 
-def _float16_factor(rows, weight, target, bias, options, factors=()):
+def _float16_factor(rows, weight, target, bias, options, factors):
     """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed
     as they are. ``factors``: the factors of a low-rank term of the weight."""
     if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
@@ -149,59 +134,6 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
     divisor = divisor.float()
     factor = float16_factor(divisor, rows.shape[0])
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
-
-
-def _head_loss(
-    input, weight, target, bias, options, metrics, accumulate_grad_weight=False, lora=None, shards=None
-):
-    check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
-    check_denominator("fused_linear_ce", options.denominator, options.reduction)
-    if shards is not None or (is_dtensor(weight) and lora is None and not accumulate_grad_weight):
-        found = in_shards["fused_linear_ce"](
-            "fused_linear_ce", input, weight, target, bias, options, metrics, shards
-        )
-        if found is not None:
-            return found
-    parameter = summed_weight("fused_linear_ce", "weight", weight, accumulate_grad_weight)
-    if parameter is not None:
-        weight = weight.detach()
-    input, weight, bias = autocast_operands(input, weight, bias)
-    check_accum_dtype("fused_linear_ce", "input", input, options.accum_dtype)
-    input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
-    rows, flat_target, flat_weight, tokens = flatten_rows(
-        "fused_linear_ce", "input", input, target, token_weight
-    )
-    options = options._replace(token_weight=flat_weight)
-    float16 = _float16_factor(rows, weight, flat_target, bias, options, () if lora is None else lora[:2])
-    used = options if float16 is None else options._replace(denominator=float16[0])
-    if lora is not None:
-        *factors, scale = lora
-        results = lora_ce(rows, weight, flat_target, bias, (*factors, None), scale, used, metrics)
-    else:
-        needs_grad = (False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)
-        results = fused_linear_ce_forward(rows, weight, flat_target, bias, *used, *metrics, *needs_grad)
-        # Without the gradients: at a graph break they would be results of the graph, and differentiated.
-        results = results[:6]
-    if float16 is not None:
-        loss, z_loss, *others = results
-        results = loss / float16[1], z_loss / float16[1], *others
-    if lora is not None:
-        return output_like(tokens, options.reduction, metrics, results)
-    if parameter is not None:
-        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options)
-        results = loss, *results[1:]
-    return output_like(tokens, options.reduction, metrics, results)
-
-
-def _composite(input, weight, target, bias=None, *options):
-    return _head_loss(input, weight, target, bias, CEOptions(*options), Metrics())
-
-
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
-
-
-# --- public API ---------------------------------------------------------------------------------------------
 
 
 # An empty tuple is also a sequence of names.
@@ -311,26 +243,46 @@ def fused_linear_ce(
         >>> loss.backward()
     """
     check_budget_variable(memory_budget)
-    options = CEOptions(
-        ce_weight=ce_weight,
-        token_weight=token_weight,
-        denominator=denominator_tensor(denominator, input),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        reduction=reduction,
-        accum_dtype=accum_dtype,
-        memory_budget=memory_budget,
-    )
-    shards = given_shards(group, vocab_start, vocab_size)
-    refuse_with_shards(
-        "fused_linear_ce", shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a
-    )
-    lora = None
-    if lora_a is not None or lora_b is not None:
-        lora = lora_a, lora_b, lora_scale
+    op, divisor = "fused_linear_ce", denominator_tensor(denominator, input)
+    numbers = ignore_index, label_smoothing, lse_square_scale, softcap
+    options = CEOptions(ce_weight, token_weight, divisor, *numbers, reduction, accum_dtype, memory_budget)
+    shards, flags = given_shards(group, vocab_start, vocab_size), Metrics.named(metrics)
+    refuse_with_shards(op, shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a)
+    has_lora = lora_a is not None or lora_b is not None
+    if has_lora:
         refused = {"accumulate_grad_weight": (accumulate_grad_weight, (False,))}
-        check_lora("fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b, **refused)
-    metrics = Metrics.named(metrics)
-    return _head_loss(input, weight, target, bias, options, metrics, accumulate_grad_weight, lora, shards)
+        check_lora(op, input, weight, lora_a, lora_b, **refused)
+    check_ignore_index(op, "target", target, ignore_index)
+    check_denominator(op, divisor, reduction)
+    if shards is not None or (is_dtensor(weight) and not has_lora and not accumulate_grad_weight):
+        found = in_shards["fused_linear_ce"](op, input, weight, target, bias, options, flags, shards)
+        if found is not None:
+            return found
+    parameter = summed_weight(op, "weight", weight, accumulate_grad_weight)
+    if parameter is not None:
+        weight = weight.detach()
+    input, weight, bias = autocast_operands(input, weight, bias)
+    check_accum_dtype(op, "input", input, accum_dtype)
+    input, target, token_weight = align_tokens(op, input, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "input", input, target, token_weight)
+    options = options._replace(token_weight=flat_weight)
+    factors = (lora_a, lora_b) if has_lora else ()
+    float16 = _float16_factor(rows, weight, flat_target, bias, options, factors)
+    used = options if float16 is None else options._replace(denominator=float16[0])
+    if has_lora:
+        results = lora_ce(rows, weight, flat_target, bias, (*factors, None), lora_scale, used, flags)
+    else:
+        needs_grad = (False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)
+        results = fused_linear_ce_forward(rows, weight, flat_target, bias, *used, *flags, *needs_grad)
+        # Without the gradients: at a graph break they would be results of the graph, and differentiated.
+        results = results[:6]
+    if float16 is not None:
+        loss, z_loss, *others = results
+        results = loss / float16[1], z_loss / float16[1], *others
+    if parameter is not None:
+        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options)
+        results = loss, *results[1:]
+    return output_like(tokens, reduction, flags, results)
+
+
+register_composite(fused_linear_ce)

@@ -233,4 +233,4 @@ def fused_linear_divergence_forward_kernel(a):
     return total if a.per_row else total.sum(), *losses, *gradients.finish()
 
 
-register_portable({"fused_linear_divergence_forward": fused_linear_divergence_forward_kernel})
+register_portable(fused_linear_divergence_forward_kernel)

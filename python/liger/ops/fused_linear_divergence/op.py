@@ -5,20 +5,19 @@ budget.
 The loss can include cross entropy of the same logits. docs/guides/divergence.md defines every term.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 
 from ..._core.dtensor.inputs import is_dtensor
-from ..._core.head.float16_factor import float16_factor
+from ..._core.head.float16 import float16_factor
 from ..._core.head.results import fake_gradients
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.by_name import by_name, options_among
+from ..._core.op.backend import register_composite
+from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
@@ -134,7 +133,9 @@ class _Options(NamedTuple):
 
 
 def _fused_linear_divergence(op, divergence, layer, given_teacher, token_weight, denominator, options):
-    input, weight, target, bias = layer
+    check_budget_variable(options.memory_budget)
+    (input, weight, target, bias), given_teacher = layer, _Teacher(*given_teacher)
+    denominator = denominator_tensor(denominator, input)
     given_teacher.check(op)
     teacher_weight, teacher_bias = given_teacher.teacher_weight, given_teacher.teacher_bias
     teacher, teacher_name = given_teacher.teacher_input, "teacher_input"
@@ -176,28 +177,6 @@ def _fused_linear_divergence(op, divergence, layer, given_teacher, token_weight,
     if per_row:
         return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
-
-
-def _composite(name, divergence_of):
-    """The op of ``torch.ops.liger``; ``divergence_of(its arguments)`` is (divergence, beta)."""
-
-    @by_name(getattr(torch.ops.liger, name).default)
-    def composite(a):
-        layer, teacher = (a.input, a.weight, a.target, a.bias), options_among(_Teacher, a)
-        options = options_among(_Options, a)
-        return _fused_linear_divergence(
-            name, divergence_of(a), layer, teacher, a.token_weight, a.denominator, options
-        )
-
-    return composite
-
-
-_library = torch.library.Library("liger", "IMPL")
-for _op, _divergence_of in {
-    "fused_linear_kl_div": lambda a: (kl_divergence(a.reverse), 0.5),
-    "fused_linear_jsd": lambda a: (jsd_divergence(a.beta), a.beta),
-}.items():
-    _library.impl(_op, _composite(_op, _divergence_of), "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -267,11 +246,9 @@ def fused_linear_kl_div(
         >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
         >>> loss = liger.fused_linear_kl_div(input, weight, target, **teacher)
     """
-    check_budget_variable(memory_budget)
-    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    teacher = teacher_input, teacher_weight, teacher_bias, teacher_logits
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
     layer, divergence = (input, weight, target, bias), (kl_divergence(reverse), 0.5)
-    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
         "fused_linear_kl_div", divergence, layer, teacher, token_weight, denominator, options
     )
@@ -316,11 +293,13 @@ def fused_linear_jsd(
         >>> teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
         >>> loss = liger.fused_linear_jsd(input, weight, target, beta=0.1, **teacher)
     """
-    check_budget_variable(memory_budget)
-    teacher = _Teacher(teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    teacher = teacher_input, teacher_weight, teacher_bias, teacher_logits
     options = _Options(ignore_index, reduction, accum_dtype, memory_budget, temperature)
     layer, divergence = (input, weight, target, bias), (jsd_divergence(beta), beta)
-    denominator = denominator_tensor(denominator, input)
     return _fused_linear_divergence(
         "fused_linear_jsd", divergence, layer, teacher, token_weight, denominator, options
     )
+
+
+for _function in (fused_linear_kl_div, fused_linear_jsd):
+    register_composite(_function)

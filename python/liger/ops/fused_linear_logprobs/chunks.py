@@ -23,6 +23,7 @@ from ..._core.head.kept_logits import (
     new_kept,
 )
 from ..._core.head.lm_head import HeadOptions, RowStatistics
+from ..._core.head.results import LogProbRows, new_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
@@ -41,11 +42,8 @@ def fused_linear_logprobs_forward(a):
     check_keep(_OP, keep)
     nothing, float32, softcap = keep == NOTHING, options.float32, options.softcap
     check_engine(_OP, keep, input, weight, bias, softcap, float32)
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    metrics = requested.log_sum_sq_probs, requested.mean_logits
-    # The results of ignored rows, which may be skipped.
-    log_sum_sq_probs, mean_logits = (input.new_zeros(rows if wanted else 0, dtype=wide) for wanted in metrics)
-    if nothing and options.temperature == 1.0 and not float32 and not any(metrics):
+    wide = accumulate_dtype(input.dtype)
+    if nothing and options.temperature == 1.0 and not float32 and not any(requested[2:]):
         # The engines of fused_linear_ce, which leave out ignored rows.
         ce_options = _ce_options(options._replace(accum_dtype=None), "none")
         ce_metrics = Metrics(False, False, requested.argmax, True, requested.entropy)
@@ -53,19 +51,18 @@ def fused_linear_logprobs_forward(a):
             input, weight, target, bias, *ce_options, *ce_metrics, False, False, False
         )
         kept = new_kept(NOTHING, input, weight, wide, False, None)
-        return results[4], results[5], results[3], log_sum_sq_probs, mean_logits, *kept
+        return results[4], results[5], results[3], *new_rows(input, False, False), *kept
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         budget = budget_or_default(options.memory_budget)
         head = options.ignore_index, options.temperature, budget
         flags = requested.entropy, requested.argmax, keep == EXPONENTIALS, a.need_grad_weight
+        metrics = new_rows(input, *requested[2:])
         forward = torch.ops.liger_sm90.logprobs_forward.default
-        results = forward(input, weight, target, *head, *flags, log_sum_sq_probs, mean_logits)
+        results = forward(input, weight, target, *head, *flags, *metrics)
         kept = new_kept(NOTHING, input, weight, wide, False, None) if nothing else results[3:]
-        return *results[:3], log_sum_sq_probs, mean_logits, *kept
+        return *results[:3], *metrics, *kept
     head = options.head(weight, bias)
-    logprobs = input.new_zeros(rows, dtype=wide)
-    entropy = input.new_zeros(rows if requested.entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if requested.argmax else 0,), -1, dtype=torch.int64)
+    results = LogProbRows(input, requested)
     kept, kept_rows = new_kept(keep, input, weight, wide, requested.entropy, options.logits_dtype)
     memory = None
     if keep == LOGITS:
@@ -75,23 +72,12 @@ def fused_linear_logprobs_forward(a):
     skip, budget = float32 and nothing, options.memory_budget
     chunks = HeadChunks.plan(input, target, head, (False,) * 3, True, budget, skip=skip, memory=memory)
     for at, logits in chunks:
-        statistics = head.statistics(logits, target[at], requested.entropy, requested.argmax)
-        logprobs[at] = statistics.logprobs
-        if requested.entropy:
-            entropy[at] = statistics.entropy
-        if requested.argmax:
-            argmax[at] = statistics.argmax
-        if any(metrics):
-            for result, values in zip(
-                (log_sum_sq_probs, mean_logits), head.metrics(logits, target[at], *metrics), strict=True
-            ):
-                if values is not None:
-                    result[at] = values
+        statistics = results.fill(at, head, logits, target[at])
         if keep == LOGITS:
             kept_rows[:2] = statistics.stats
             if requested.entropy:
                 kept_rows[2] = statistics.entropy
-    return logprobs, entropy, argmax, log_sum_sq_probs, mean_logits, kept, kept_rows
+    return *results.all, kept, kept_rows
 
 
 class _KeptChunks(HeadChunks):
@@ -147,9 +133,4 @@ def _ce_options(options, reduction, token_weight=None):
     return CEOptions(token_weight=token_weight, **of_logits, **limits)
 
 
-register_portable(
-    {
-        "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
-        "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
-    }
-)
+register_portable(fused_linear_logprobs_forward, fused_linear_logprobs_backward)

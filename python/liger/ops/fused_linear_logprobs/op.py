@@ -29,9 +29,10 @@ from ..._core.head.results import fake_gradients, fake_logprobs
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import FLAG, HEAD, LORA, SHARDS, arguments, names_among
 from ..._core.op.autocast import autocast_operands
-from ..._core.op.autograd import at_positions, differentiable, differentiable_once, wants_grad
+from ..._core.op.autograd import differentiable, wants_grad
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.forward_gradients import backward_of_logprobs
 from ..._core.op.loss_rows import flatten_rows
 from ..._core.op.named_results import serialisable
 from ..._core.op.tensors import (
@@ -102,12 +103,11 @@ register_fake("liger::fused_linear_logprobs_backward")(
 # --- autograd -----------------------------------------------------------------------------------------------
 
 
-_Arguments = arguments_type(torch.ops.liger.fused_linear_logprobs_forward.default)
-_ARGUMENTS = len(_Arguments._fields)
+_FORWARD = torch.ops.liger.fused_linear_logprobs_forward.default
 
 
 def _setup(ctx, inputs, output):
-    a = _Arguments(*inputs)
+    a = arguments_type(_FORWARD)(*inputs)
     ctx.options, ctx.keep = HeadOptions.of_op(a), a.keep
     kept = (None, None) if a.keep == NOTHING else output[5:]
     ctx.save_for_backward(a.input, a.weight, a.target, a.bias, *kept)
@@ -115,24 +115,17 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once(_OP)
-def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    if grad_logprobs is None and grad_entropy is None:
-        return (None,) * _ARGUMENTS
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(grad_entropy)
-    positions = (0, 1, 3)  # of input, weight and bias among the arguments
-    needed = [ctx.needs_input_grad[i] for i in positions]
+def _gradients(ctx, grad_logprobs, grad_entropy, needed):
     *tensors, kept, kept_rows = ctx.saved_tensors
     options = ctx.options
     head = *options.of_logits, options.accum_dtype, options.memory_budget
     kept = ctx.keep, kept, kept_rows, options.logits_dtype
     backward = torch.ops.liger.fused_linear_logprobs_backward.default
-    grads = backward(grad_logprobs, grad_entropy, *tensors, *head, *needed, *kept)
-    return at_positions(_ARGUMENTS, positions, grads, needed)
+    return backward(grad_logprobs, grad_entropy, *tensors, *head, *needed, *kept)
 
 
-_forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.default, _setup, _backward)
+_backward = backward_of_logprobs(_FORWARD, _OP, ("input", "weight", "bias"), _gradients)
+_forward_op = differentiable(_FORWARD, _setup, _backward)
 
 
 # --- public API ---------------------------------------------------------------------------------------------
@@ -324,7 +317,7 @@ def fused_linear_logprobs(
             "accumulate_grad_weight": (accumulate_grad_weight, (False,)),
             "recompute": (recompute, (None, True)),
         }
-        check_lora(_OP, _NAMES[:2], input, weight, lora_a, lora_b, **refused)
+        check_lora(_OP, input, weight, lora_a, lora_b, **refused)
     shards = given_shards(group, vocab_start, vocab_size)
     refuse_with_shards(
         _OP, shards, accumulate_grad_weight=accumulate_grad_weight, lora_a=lora_a, recompute=recompute

@@ -108,8 +108,7 @@ class _AdaptedExperts(torch.autograd.Function):
         del product, grad_rows
         grad_weights = grad_x = None
         if need_weights:
-            grad_weights = grad_of_routing(routing, grad_flat, sums, down_bias)
-            grad_weights = grad_weights.to(weights.dtype).view(weights.shape)
+            grad_weights = grad_of_routing(routing, grad_flat, sums, down_bias, weights)
         if need_x:
             found, up = _through(gate_up, matrices_of(weight, is_transposed), factors[:2], ends)
             grad_x = routing.combine(found).view(x.shape)

@@ -8,8 +8,6 @@ second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`lig
 docs/guides/experts.md has the memory formula.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.autograd.graph import increment_version
 
@@ -25,7 +23,7 @@ from ..._core.op.autograd import (
     wants_grad,
     without_base,
 )
-from ..._core.op.backend import register_portable
+from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import ExpertActivation
@@ -91,7 +89,7 @@ def _grad_of_matrices(inputs, grads, ends, is_transposed):
     return multiply_group_columns(*pair, ends)
 
 
-def grad_of_routing(routing, grad_y, sums, down_proj_bias):
+def grad_of_routing(routing, grad_y, sums, down_proj_bias, top_k_weights):
     """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM.
 
     ``sums``: of each row, over I, of product times gradient of the product.
@@ -99,14 +97,15 @@ def grad_of_routing(routing, grad_y, sums, down_proj_bias):
     wide = accumulate_dtype(grad_y.dtype)
     grad = routing.scatter(sums)
     if down_proj_bias is None:
-        return grad
+        return grad.to(top_k_weights.dtype).view(top_k_weights.shape)
     of_biases = grad_y.new_empty(grad_y.shape[0], down_proj_bias.shape[0], dtype=wide)
     wide_product(grad_y, down_proj_bias.t(), of_biases)
     chosen = routing.experts.new_zeros(routing.inverse.numel()).scatter_(
         0, routing.order, routing.experts[:-1]
     )
     biases = of_biases.gather(1, chosen.view(routing.inverse.shape))
-    return grad + biases.masked_fill_(routing.inverse == len(routing.order), 0)
+    grad = grad + biases.masked_fill_(routing.inverse == len(routing.order), 0)
+    return grad.to(top_k_weights.dtype).view(top_k_weights.shape)
 
 
 def _gradient_shapes(a, new):
@@ -158,8 +157,7 @@ def _gradients(kept, a):
     if need_weights:
         if sums is None:
             sums = row_products(product, grad_product, row_weights.dtype)
-        grad_weights = grad_of_routing(routing, grad_flat, sums, down_proj_bias)
-        grad_weights = grad_weights.to(top_k_weights.dtype).view(top_k_weights.shape)
+        grad_weights = grad_of_routing(routing, grad_flat, sums, down_proj_bias, top_k_weights)
     if need_down:
         if kernels is None:
             # Either operand may have the routing weight; the smaller one costs less traffic.
@@ -192,8 +190,7 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
             _, gate_up = sm90.gate_up(x, routing, a, True)
         product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
         if need_weights:
-            grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias)
-            grad_weights = grad_weights.to(a.top_k_weights.dtype).view(a.top_k_weights.shape)
+            grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias, a.top_k_weights)
         if need_down:
             grad_down = sm90.grad_matrix(grad_y, product, routing, a.is_transposed)
         del product
@@ -216,12 +213,7 @@ def grouped_experts_backward_kernel(a):
     return _gradients([a.kept.clone()], a)
 
 
-register_portable(
-    {
-        "grouped_experts_forward": grouped_experts_forward_kernel,
-        "grouped_experts_backward": grouped_experts_backward_kernel,
-    }
-)
+register_portable(grouped_experts_forward_kernel, grouped_experts_backward_kernel)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -353,5 +345,4 @@ def grouped_experts(
     return _forward_op(x, top_k_index, top_k_weights, *parameters, *options, keep)[0]
 
 
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("grouped_experts", grouped_experts, "CompositeImplicitAutograd")
+register_composite(grouped_experts)

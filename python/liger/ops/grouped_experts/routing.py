@@ -2,8 +2,6 @@
 """The parts of the kernels of grouped_experts: routing, activations, and the sum of the experts of a
 token."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,13 +10,11 @@ from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
 from ..._core.op.backend import triton_module_beside
 from ..._core.op.by_name import options_among
-from ..gated import GELU_NAMES
+from ..gated import APPROXIMATIONS, op_of
 from ..geglu import geglu, geglu_packed
 from ..swiglu import swiglu, swiglu_packed
 from .grouped_mm import split
 
-# Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
-_APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
 _TRITON_ROWS = "liger.triton_kernels.expert_rows"
 
@@ -159,10 +155,6 @@ class Gate(NamedTuple):
     def _has_op(self):
         return self.activation != "gpt_oss" and self.limit is None
 
-    @property
-    def _options(self):
-        return () if self.activation == "silu" else (_APPROXIMATIONS[self.activation],)
-
     def _operands(self, gate_up):
         """The tensors of an op of swiglu or geglu: the packed form takes gate and up as they are in one
         tensor."""
@@ -171,9 +163,10 @@ class Gate(NamedTuple):
     def product(self, gate_up):
         """(rows, I), contiguous."""
         if self._has_op:
+            # Not the op, which would call its formula: a backward runs this outside of any op.
             forms = (swiglu, swiglu_packed) if self.activation == "silu" else (geglu, geglu_packed)
-            form = forms[0] if self.is_interleaved else forms[1]
-            return form(*self._operands(gate_up), *self._options).contiguous()
+            options = () if self.activation == "silu" else (APPROXIMATIONS[self.activation],)
+            return forms[not self.is_interleaved](*self._operands(gate_up), *options).contiguous()
         kernels = self.kernels(gate_up)
         if kernels is not None:
             return kernels.product(gate_up, self)
@@ -186,10 +179,8 @@ class Gate(NamedTuple):
     def backward_(self, grad, gate_up):
         """Overwrites gate_up with its gradient. ``grad``: of the product, overwritten as well."""
         if self._has_op:
-            family = "swiglu" if self.activation == "silu" else "geglu"
-            form = "backward_" if self.is_interleaved else "packed_backward_"
-            op = getattr(torch.ops.liger, f"{family}_{form}").default
-            op(grad, *self._operands(gate_up), *self._options)
+            op, options = op_of(self.activation, "_backward_" if self.is_interleaved else "_packed_backward_")
+            op(grad, *self._operands(gate_up), *options)
             return
         for block in row_blocks(grad):
             gate, up, gate_passes, up_passes = self._clamped(gate_up[block])
@@ -208,15 +199,15 @@ class Gate(NamedTuple):
         return gate, up + 1 if self.activation == "gpt_oss" else up, gate_passes, up_passes
 
     def _value(self, gate):
-        if self.activation in _APPROXIMATIONS:
-            return torch.nn.functional.gelu(gate, approximate=_APPROXIMATIONS[self.activation])
+        if self.activation in APPROXIMATIONS:
+            return torch.nn.functional.gelu(gate, approximate=APPROXIMATIONS[self.activation])
         if self.activation == "silu":
             return torch.nn.functional.silu(gate)
         return torch.sigmoid(gate * self.alpha).mul_(gate)
 
     def _derivative(self, grad, gate):
-        if self.activation in _APPROXIMATIONS:
-            approximate = _APPROXIMATIONS[self.activation]
+        if self.activation in APPROXIMATIONS:
+            approximate = APPROXIMATIONS[self.activation]
             return torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
         alpha = 1.0 if self.activation == "silu" else self.alpha
         return torch.ops.aten.silu_backward(grad, gate * alpha)

@@ -9,13 +9,11 @@ import contextlib
 
 import torch
 
+from ..._core.head.sm90_plan import ENGINE
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.runtime.environment import wgmma_engine_allowed
 from .arguments import sizes_of
 
-# kMaxExperts of csrc/experts/sm90/schedule.h, and kColumns of grouped_gemm.cuh.
-MAX_EXPERTS = 1024
-TILE_COLUMNS = 192
 # Rows are counted in int32, with tiles that reach beyond the last row.
 _MAX_SLOTS = 2**30
 _VECTOR = 8
@@ -47,8 +45,8 @@ def unsupported(a):
         return "is_transposed differs from is_interleaved"
     if hidden % _VECTOR or intermediate % _VECTOR:
         return f"hidden size {hidden} or intermediate size {intermediate} is no multiple of {_VECTOR}"
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts are more than {MAX_EXPERTS}"
+    if experts > ENGINE.max_experts:
+        return f"{experts} experts are more than {ENGINE.max_experts}"
     if not 0 < a.top_k_index.numel() < _MAX_SLOTS:
         return f"top_k_index has {a.top_k_index.numel()} elements"
     for name in ("gate_up_proj", "down_proj"):
@@ -137,7 +135,7 @@ def grad_product_(grad_y, routing, a, weights, gate_up):
     and the sums over I of product times gradient of the product, (S + 1,) float32."""
     slots, columns = gate_up.shape
     product = grad_y.new_empty(slots, columns // 2)
-    tiles = -(-columns // (2 * TILE_COLUMNS))
+    tiles = -(-columns // (2 * ENGINE.expert_columns))
     sums = torch.empty(tiles, slots, dtype=torch.float32, device=grad_y.device)
     torch.ops.liger_sm90.experts_grad_product.default(
         grad_y, routing.tokens, routing.ends, a.down_proj, *_options(a), weights, gate_up, product, sums

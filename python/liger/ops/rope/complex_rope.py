@@ -2,22 +2,18 @@
 """Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the
 real and imaginary parts as cos and sin."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 
-from ..._core.op.arguments import FLAG, INTEGER, arguments, dtype_name
-from ..._core.op.tensors import check_device
+from ..._core.op.arguments import FLAG, INTEGER, arguments
+from ..._core.op.tensors import check_device, wrong_dtype
 from .op import check_heads, rope
 
 
 def _check_table(q, tokens, freqs_cis):
     if not freqs_cis.is_complex():
-        raise RuntimeError(
-            f"complex_rope: freqs_cis has dtype {dtype_name(freqs_cis.dtype)}, expected a complex one"
-        )
+        raise wrong_dtype("complex_rope", "freqs_cis", freqs_cis, "a complex one")
     leading, pairs = list(freqs_cis.shape[:-1]), freqs_cis.shape[-1] if freqs_cis.dim() else 0
     if leading not in ([tokens], [1, tokens], [q.shape[0], tokens]) or 2 * pairs > q.shape[-1]:
         raise RuntimeError(

@@ -6,15 +6,13 @@ The queries are larger than the tables by the number of heads, so merging the ta
 with the rotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from ..._core.op.arguments import FLAG, INTEGER, Rule, arguments
-from ..._core.op.tensors import check_device, check_floating, check_like, check_shape
+from ..._core.op.tensors import check_device, check_floating, check_like, check_shape, wrong_shape
 from .op import check_heads, rope
 
 _AXES = 3  # time, height, width
@@ -31,10 +29,7 @@ def _check_tables(q, tokens_dim, cos, sin):
     for name, table in (("cos", cos), ("sin", sin)):
         check_floating("mrope", name, table)
         if table.dim() != 4 or table.shape[0] != _AXES or table.shape[-1] % 2:
-            raise RuntimeError(
-                f"mrope: {name} has shape {tuple(table.shape)}, expected (3, batch, tokens, rotary_dim), rotary_dim "
-                "even"
-            )
+            raise wrong_shape("mrope", name, table, "(3, batch, tokens, rotary_dim), rotary_dim even")
     if cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] > head_dim:
         raise RuntimeError(
             f"mrope: cos has shape {tuple(cos.shape)}, expected (3, {batch}, {tokens}, rotary_dim), rotary_dim at most "

@@ -7,8 +7,6 @@ are elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interl
 (GPT-J's). cos and sin have one value per element, so cos1 and cos2 may differ.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -71,17 +69,13 @@ def rope_backward_torch(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return rotate(grad_q_out, cos, sin, interleaved, True), rotate(grad_k_out, cos, sin, interleaved, True)
 
 
-def rope_inplace_torch(q, k, cos, sin, interleaved=False):
+def rope__torch(q, k, cos, sin, interleaved=False):
     torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
     for x in (q, k):
         x.copy_(rotate(x, cos, sin, interleaved, False))
 
 
-register_family(
-    "rope",
-    {"rope": rope_torch, "rope_backward": rope_backward_torch, "rope_": rope_inplace_torch},
-    "liger.triton_kernels.rope",
-)
+register_family("rope", rope_torch, rope_backward_torch, rope__torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -95,11 +89,6 @@ def _(q, k, cos, sin, interleaved=False):
 @register_fake("liger::rope_backward")
 def _(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return torch.empty_like(grad_q_out), torch.empty_like(grad_k_out)
-
-
-@register_fake("liger::rope_")
-def _(q, k, cos, sin, interleaved=False):
-    return None
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

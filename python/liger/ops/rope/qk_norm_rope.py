@@ -6,8 +6,6 @@ The result is ``rope(rms_norm(q), rms_norm(k))``: the normalised heads are round
 the rotation. The backward saves no intermediate: it recomputes the norm from q and k.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -20,7 +18,7 @@ from ..._core.op.backend import register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import CastingMode
-from ..._core.op.vmap import to_front
+from ..._core.op.vmap import loop_rule, to_front
 from ..rms_norm import norm_gradients, normalise
 from .op import check_heads_dim, heads_first, rotate, tables_to_front
 
@@ -70,11 +68,7 @@ def qk_norm_rope_backward_torch(a):
     return grad_q, grad_k, grad_q_weight, grad_k_weight
 
 
-register_family(
-    "qk_norm_rope",
-    {"qk_norm_rope": qk_norm_rope_torch, "qk_norm_rope_backward": qk_norm_rope_backward_torch},
-    "liger.triton_kernels.qk_norm_rope",
-)
+register_family("qk_norm_rope", qk_norm_rope_torch, qk_norm_rope_backward_torch)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -144,17 +138,9 @@ _qk_norm_rope = differentiable(torch.ops.liger.qk_norm_rope.default, _setup, _ba
 
 def _batched(info, in_dims, q, k, q_weight, k_weight, cos, sin, *options):
     """The mapped dimension becomes a part of the batch, unless the weights are mapped."""
-    op, size = torch.ops.liger.qk_norm_rope, info.batch_size
+    op, size = torch.ops.liger.qk_norm_rope.default, info.batch_size
     if in_dims[2] is not None or in_dims[3] is not None:
-        tensors = q, k, q_weight, k_weight, cos, sin
-        each = [
-            op(
-                *(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims, strict=False)),
-                *options,
-            )
-            for i in range(size)
-        ]
-        return tuple(map(torch.stack, zip(*each, strict=True))), (0, 0)
+        return loop_rule(op)(info, in_dims, q, k, q_weight, k_weight, cos, sin, *options)
     q, k = to_front(q, in_dims[0], size), to_front(k, in_dims[1], size)
     batch = q.shape[1]
     cos, sin = tables_to_front(info, in_dims[4:6], cos, sin, batch)

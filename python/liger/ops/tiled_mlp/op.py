@@ -9,8 +9,6 @@ without shards, because it has no such sums, runs as one shard. The GEMMs are to
 :func:`liger.swiglu` or :func:`liger.geglu`.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -21,7 +19,7 @@ from ..._core.math.matmul import write_linear
 from ..._core.op.arguments import BYTES, INTEGER, arguments, choice
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
-from ..._core.op.backend import register_portable
+from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.types import Activation
@@ -107,10 +105,6 @@ class _Backward:
         self.grads = list(zip(weights, (gate_bias, up_bias), strict=True))
         grad_down_bias.add_rows(grad_y)
         self.through_gate = self.need_grad_x or any(g.needed for pair in self.grads for g in pair)
-
-    def is_empty(self):
-        """True if no further gradient is needed."""
-        return not (self.through_gate or self.grad_down_weight.needed)
 
     def _product(self, grad_y, down_weight, gate, up, hidden):
         """The product of gate and up, in the memory ``hidden()``. Overwrites gate and up with their gradients
@@ -199,8 +193,8 @@ def _gradients(kept, a):
     work = _Backward(
         flat, grad_y.reshape(rows, hidden), projections, down_weight, down_bias, activation, needed, single
     )
-    if work.is_empty():
-        pass
+    if not (work.through_gate or work.grad_down_weight.needed):
+        pass  # No further gradient is needed.
     elif single:
         grad_x = work.one_shard(_results_of_one_shard(kept, flat, projections), block_columns(problem))
     else:
@@ -223,12 +217,7 @@ def tiled_mlp_backward_kernel(a):
     return _gradients(copies, a)
 
 
-register_portable(
-    {
-        "tiled_mlp_forward": tiled_mlp_forward_kernel,
-        "tiled_mlp_backward": tiled_mlp_backward_kernel,
-    }
-)
+register_portable(tiled_mlp_forward_kernel, tiled_mlp_backward_kernel)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------
@@ -371,5 +360,4 @@ def tiled_mlp(
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]
 
 
-_library = torch.library.Library("liger", "IMPL")
-_library.impl("tiled_mlp", tiled_mlp, "CompositeImplicitAutograd")
+register_composite(tiled_mlp)

@@ -5,24 +5,19 @@ import torch
 
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.matmul import product, write_linear
-from ..gated import GELU_NAMES
+from ..gated import op_of
 from .plan import lay_out
-
-# Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
-_APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 
 
 def gated_product(gate, up, activation):
-    if activation == "silu":
-        return torch.ops.liger.swiglu.default(gate, up)
-    return torch.ops.liger.geglu.default(gate, up, _APPROXIMATIONS[activation])
+    op, options = op_of(activation)
+    return op(gate, up, *options)
 
 
 def gated_backward_(grad_out, gate, up, activation, emit_product):
     """Overwrites gate and up with their gradients and, with ``emit_product``, grad_out with the product."""
-    family, options = ("swiglu", ()) if activation == "silu" else ("geglu", (_APPROXIMATIONS[activation],))
-    op = getattr(torch.ops.liger, f"{family}_backward_product_" if emit_product else f"{family}_backward_")
-    op.default(grad_out, gate, up, *options)
+    op, options = op_of(activation, "_backward_product_" if emit_product else "_backward_")
+    op(grad_out, gate, up, *options)
 
 
 def slices(start, stop, step):

@@ -7,8 +7,6 @@ state of the forward, and differentiates it. Parameters are inputs of the autogr
 gradient and the hooks of DDP, FSDP and ZeRO run once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
