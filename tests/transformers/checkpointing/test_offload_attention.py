@@ -152,6 +152,8 @@ def test_a_copy_of_a_planned_model(copied):
     """It has the plan and the inputs that this plan moves, and host memory of its own."""
     given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
     planner = planned(model, given, offload=10**6)
+    # The inputs of the last step count, too.
+    assert planners(copied(model))[0].store.most == (LAYERS - 1) * INPUT > planner.store.most
     set_level(model, MOST)
     expected = tiny_models.step(model, **given)
     other = copied(model)
