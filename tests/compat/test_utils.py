@@ -163,6 +163,32 @@ def test_norms_in_two_dtypes():
         assert all(rstd.dtype == dtype for _, _, rstd, *_ in results)
 
 
+def test_the_fused_loss_of_a_program(monkeypatch):
+    """A function that a program has put in place of liger_fused_linear_cross_entropy computes the loss."""
+    pytest.importorskip("transformers")
+    from liger_kernel.transformers import functional
+    from liger_kernel.transformers.model.loss_utils import (
+        fixed_fused_linear_cross_entropy,
+        unpack_cross_entropy_result,
+    )
+
+    calls, ours = [], functional.liger_fused_linear_cross_entropy
+
+    def own(*tensors, **options):
+        calls.append(options["reduction"])
+        return ours(*tensors, **options)
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", own)
+    x, weight, target = torch.randn(4, 8), torch.randn(5, 8), torch.tensor([1, -100, 4, 0])
+    total = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction="sum")
+    torch.testing.assert_close(fixed_fused_linear_cross_entropy(x, weight, target), total / 3)
+    output = fixed_fused_linear_cross_entropy(x, weight, target, 7, return_predicted_tokens=True)
+    loss, z_loss, accuracy, predicted = unpack_cross_entropy_result(output)
+    torch.testing.assert_close(loss, total / 7)
+    assert z_loss is accuracy is None and predicted[0] == (x[0] @ weight.T).argmax()
+    assert calls == ["mean", "sum"]
+
+
 def test_what_norms_print():
     from liger_kernel.transformers import LigerLayerNorm, LigerRMSNorm
     from liger_kernel.transformers.group_norm import LigerGroupNorm
