@@ -334,6 +334,20 @@ class OwnBatch(losses.FusedLinearLoss):
         return self.run(batch, weight, bias, given={"mask": batch.valid}).loss
 
 
+def test_losses_of_ones_own_that_lack_a_part(device):
+    class Unit(OwnBatch):
+        unit = "word"
+
+    class Terms(losses.FusedLinearLoss):
+        unit, forward = "batch", OwnBatch.forward
+
+    with pytest.raises(ValueError, match="Unit: unit is 'word', expected one of "):
+        Unit()
+    for loss, missing in ((Terms(), "compute"), (losses.PreferenceLoss(), "preference_loss")):
+        with pytest.raises(NotImplementedError, match=f"defines no {missing}"):
+            loss(*make(device))
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_losses_of_ones_own(device, budget):
     hidden, weight, target, bias = make(device)
