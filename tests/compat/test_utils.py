@@ -113,17 +113,32 @@ def test_functions_of_torch_that_the_op_lacks():
 def test_errors_name_the_argument():
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
     from liger_kernel.functional import rms_norm
+    from liger_kernel.ops import fused_linear_cross_entropy_forward, rms_norm_forward
     from liger_kernel.transformers import (
         LigerFusedLinearKLDivLoss,
         LigerRMSNorm,
         LigerVocabParallelCrossEntropy,
     )
+    from liger_kernel.transformers.functional import liger_group_norm, liger_tvd
+    from liger_kernel.transformers.rms_norm import LigerRMSNormForGemma4
 
     x, w, t = torch.randn(4, 2, 8), torch.randn(5, 8), torch.zeros(4, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="impl is 'nvidia-cutile', expected None"):
         rms_norm(x, torch.ones(8), impl="nvidia-cutile")
     with pytest.raises(ValueError, match="init_fn is 'random', expected 'ones' or 'zeros'"):
         LigerRMSNorm(8, init_fn="random")
+    with pytest.raises(ValueError, match="LigerRMSNormForGemma4: no dim, expected one"):
+        LigerRMSNormForGemma4()
+    with pytest.raises(
+        ValueError, match="casting_mode is 2, expected one of -1 or 'none', 0 or 'llama', 1 or"
+    ):
+        rms_norm_forward(x, torch.ones(8), 1e-6, 0.0, 2, None)
+    with pytest.raises(ValueError, match="X has 2 channels, expected num_channels, 4"):
+        liger_group_norm(x, torch.ones(2), torch.zeros(2), 4, 2, 1e-6)
+    with pytest.raises(ValueError, match="liger_tvd: reduction is 'max', expected 'none', 'sum'"):
+        liger_tvd(x[0], x[1], reduction="max")
+    with pytest.raises(ValueError, match="reduction is 'none', expected 'mean' or 'sum'"):
+        fused_linear_cross_entropy_forward(x[0], w, t[0], reduction="none")
     with pytest.raises(ValueError, match="label_smoothing_formula is 'megatron', expected pytorch"):
         LigerVocabParallelCrossEntropy(label_smoothing_formula="megatron")(x, t)
     with pytest.raises(ValueError, match="reduction is 'none', expected"):
@@ -132,6 +147,56 @@ def test_errors_name_the_argument():
         LigerFusedLinearDPOLoss()(w, x, t)
     with pytest.raises(ValueError, match="unknown loss_type 'x'"):
         LigerFusedLinearDPOLoss(loss_type="x", use_ref_model=False)(w, x, t)
+
+
+def test_norms_in_two_dtypes():
+    """A weight of another 16-bit dtype is read in float32; the reciprocals have the dtype of their casting
+    mode."""
+    from liger_kernel.ops import rms_norm_forward
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    x, weight = torch.randn(3, 8).half(), torch.rand(8).bfloat16()
+    assert torch.equal(liger_rms_norm(x, weight, 1e-6), liger_rms_norm(x, weight.float(), 1e-6))
+    for number, name, dtype in ((-1, "none", x.dtype), (0, "llama", torch.float32)):
+        results = [rms_norm_forward(x, weight.half(), 1e-6, 0.0, mode, None) for mode in (number, name)]
+        assert torch.equal(results[0][0], results[1][0]) and results[0][5:] == results[1][5:] == (number,)
+        assert all(rstd.dtype == dtype for _, _, rstd, *_ in results)
+
+
+def test_the_fused_loss_of_a_program(monkeypatch):
+    """A function that a program has put in place of liger_fused_linear_cross_entropy computes the loss."""
+    pytest.importorskip("transformers")
+    from liger_kernel.transformers import functional
+    from liger_kernel.transformers.model.loss_utils import (
+        fixed_fused_linear_cross_entropy,
+        unpack_cross_entropy_result,
+    )
+
+    calls, ours = [], functional.liger_fused_linear_cross_entropy
+
+    def own(*tensors, **options):
+        calls.append(options["reduction"])
+        return ours(*tensors, **options)
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", own)
+    x, weight, target = torch.randn(4, 8), torch.randn(5, 8), torch.tensor([1, -100, 4, 0])
+    total = torch.nn.functional.cross_entropy(x @ weight.T, target, reduction="sum")
+    torch.testing.assert_close(fixed_fused_linear_cross_entropy(x, weight, target), total / 3)
+    output = fixed_fused_linear_cross_entropy(x, weight, target, 7, return_predicted_tokens=True)
+    loss, z_loss, accuracy, predicted = unpack_cross_entropy_result(output)
+    torch.testing.assert_close(loss, total / 7)
+    assert z_loss is accuracy is None and predicted[0] == (x[0] @ weight.T).argmax()
+    assert calls == ["mean", "sum"]
+
+
+def test_what_norms_print():
+    from liger_kernel.transformers import LigerLayerNorm, LigerRMSNorm
+    from liger_kernel.transformers.group_norm import LigerGroupNorm
+
+    expected = "LigerRMSNorm((8,), eps=1e-06, offset=0.0, casting_mode='llama')"
+    assert repr(LigerRMSNorm(8)) == expected
+    assert repr(LigerLayerNorm(8, eps=1e-5)) == "LigerLayerNorm(8, eps=1e-05)"
+    assert repr(LigerGroupNorm(8, 4)) == "LigerGroupNorm(num_channels=8, num_groups=4, eps=1e-06)"
 
 
 def test_temperature_of_16_bit_logits():

@@ -280,6 +280,34 @@ class OwnBatch(losses.FusedLinearLoss):
         return self.run(batch, weight, bias, given={"mask": batch.valid}).loss
 
 
+def test_losses_of_ones_own_that_lack_a_part(device):
+    class Unit(OwnBatch):
+        unit = "word"
+
+    class Terms(losses.FusedLinearLoss):
+        unit, forward = "batch", OwnBatch.forward
+
+    with pytest.raises(ValueError, match="Unit: unit is 'word', expected one of "):
+        Unit()
+    for loss, missing in ((Terms(), "compute"), (losses.PreferenceLoss(), "preference_loss")):
+        with pytest.raises(NotImplementedError, match=f"defines no {missing}"):
+            loss(*make(device))
+
+
+def test_names_of_losses_in_saved_programs():
+    module = losses.FusedLinearDPOLoss(beta=0.3, logits_dtype=torch.float32)
+    name = _op.portable_name(module._function)
+    again = _op._owner(name)
+    assert again is not module and again.beta == 0.3 and again.logits_dtype == torch.float32
+    with pytest.raises(
+        RuntimeError, match="a program with the loss FusedLinearDPOLoss needs an import of gone,"
+    ):
+        _op._owner(name.replace("liger.losses.preference", "gone"))
+    module.table = {1j}
+    with pytest.raises(RuntimeError, match="it was deleted, or has attributes other than numbers"):
+        _op._owner(_op.portable_name(module._function) + "x")
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_losses_of_ones_own(device, budget):
     hidden, weight, target, bias = make(device)

@@ -393,6 +393,26 @@ def test_in_place_loss_writes_the_gradient_over_the_logits(device):
     assert torch.equal(*gradients)
 
 
+# A module -> what printing it shows of its options.
+PRINTED = [
+    (liger.nn.Softmax(), "Softmax(dim=-1)"),
+    (liger.nn.ApplyRotaryEmb(interleaved=True), "ApplyRotaryEmb(interleaved=True, unsqueeze_dim=1)"),
+    (liger.nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05, affine=True)"),
+    (liger.nn.LayerNorm((2, 4), bias=False), "(2, 4), eps=1e-05, elementwise_affine=True, bias=False"),
+    (liger.nn.RMSNorm(4, offset=1.0), "elementwise_affine=True, offset=1.0, casting_mode='llama'"),
+    (liger.nn.RMSNormGated(8, group_size=4), "8, eps=1e-06, group_size=4, norm_before_gate=True"),
+    (liger.nn.CrossEntropyLoss(softcap=30.0), "lse_square_scale=0.0, softcap=30.0"),
+    (liger.nn.LMHeadLoss(4, 9), "in_features=4, out_features=9, bias=False"),
+    (liger.nn.GEGLUMLP(4, 6), "approximate='none', inplace=False"),
+    (liger.nn.TiledSwiGLUMLP(4, 6, num_shards=2), "activation='silu', num_shards=2, memory_budget=None"),
+]
+
+
+@pytest.mark.parametrize("module, shown", PRINTED, ids=lambda value: type(value).__name__)
+def test_printed_options(module, shown):
+    assert shown in repr(module)
+
+
 def test_modules_compile_and_copy(device):
     class Block(nn.Module):
         def __init__(self):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors in any layout in memory give what contiguous copies of them give, upstream gradients too."""
+"""Tensors in any layout in memory give what contiguous copies of them give, upstream gradients too. So does
+any number of rows at a time."""
 
 import pytest
 import torch
@@ -68,6 +69,18 @@ def test_equal_to_contiguous_tensors(name, device):
     for key, value in given.items():
         print(key)
         check(**{key: moved(value, "transposed")})
+
+
+@pytest.mark.parametrize("name", interpretable())
+def test_blocks_of_one_row(name, device, monkeypatch):
+    given = arguments(name, device)
+    upstream = [torch.randn_like(r) for r in differentiable_outputs(name, given)]
+    expected = run(name, given, upstream)
+    for block in ("_CPU_BLOCK", "_GPU_BLOCK"):
+        monkeypatch.setattr(f"liger._core.math.row_blocks.{block}", 1)
+    for a, b in zip(run(name, given, upstream), expected, strict=True):
+        # Products of one row are other loops.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(1.0, b.abs().max().item()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -16,7 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from .._core.dtensor.inputs import is_dtensor
 from .._core.modules.overriding import overriding
 from ..transformers.head.kind import linear_layers
-from ._scores import Scores, score, top1, with_mean_logits
+from ._scores import Scores, score, with_mean_logits
 from ._transform import Transform, model_without_head
 
 
@@ -120,7 +120,7 @@ class FusedHead:
             value, metrics = loss(*inputs)
             scores = Scores(value, metrics.logprobs, metrics.entropy)
             if "is_top1" in self.scores:
-                scores = scores._replace(is_top1=top1(metrics.argmax, tokens))
+                scores = scores._replace(is_top1=metrics.argmax == tokens)
             return with_mean_logits(scores, hidden, weight, bias, self.transform, self.scores)
 
         return call_head(head, hidden, function)

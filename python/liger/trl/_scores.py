@@ -39,16 +39,12 @@ def score(hidden, weight, bias, target, transform, names):
     if isinstance(result, torch.Tensor):
         scores = Scores(None, result)
     else:
-        is_top1 = top1(result.argmax, target)
+        # The argmax of an ignored token is -1.
+        is_top1 = None if result.argmax is None else result.argmax == target
         scores = Scores(
             None, result.logprobs, result.entropy, is_top1, log_sum_sq_probs=result.log_sum_sq_probs
         )
     return with_mean_logits(scores, hidden, weight, bias, transform, names)
-
-
-def top1(argmax, target):
-    """True if the target is the most probable token; None if argmax is None."""
-    return None if argmax is None else (argmax == target) & (target != -100)
 
 
 @torch.no_grad()

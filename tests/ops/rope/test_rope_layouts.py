@@ -155,3 +155,6 @@ def test_complex_rope_bad_input(device):
         liger.complex_rope(q, k, torch.ones(T, D // 2, device=device))
     with pytest.raises(RuntimeError, match="complex_rope: freqs_cis has shape"):
         liger.complex_rope(q, k, torch.ones(T + 1, D // 2, device=device, dtype=torch.complex64))
+    freqs = torch.ones(T, D // 2, device=device, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="complex_rope is differentiable in q and k only"):
+        liger.complex_rope(q, k, freqs)

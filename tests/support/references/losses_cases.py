@@ -24,11 +24,12 @@ def leaf(tensor, dtype=None):
 
 
 def packed(tensors, target):
-    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; some rows
-    belong to no sequence. Returns (the tensors, (1, T, ...)), cumulative lengths."""
+    """Tensors (S, L, ...) one sequence after the other, without what lies behind its last token; two rows
+    before them and three after them belong to no sequence. Returns (the tensors, (1, T, ...)), cumulative
+    lengths."""
     lengths = [int((row != -100).nonzero().max()) + 1 if (row != -100).any() else 2 for row in target]
-    ends = torch.tensor([0, *lengths], device=target.device).cumsum(0).int()
-    parts = [torch.cat([t[i, :n] for i, n in enumerate(lengths)] + [t[0, :3]]) for t in tensors]
+    ends = torch.tensor([2, *lengths], device=target.device).cumsum(0).int()
+    parts = [torch.cat([t[0, :2], *(t[i, :n] for i, n in enumerate(lengths)), t[0, :3]]) for t in tensors]
     return [p.unsqueeze(0) for p in parts], ends
 
 

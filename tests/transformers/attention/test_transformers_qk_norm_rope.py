@@ -211,6 +211,18 @@ def test_a_forward_that_was_replaced_later():
     assert_same_step(found, seeded_step(plain, inputs_of("qwen3")))
 
 
+def test_the_trial_has_a_cache(monkeypatch):
+    """Whatever transformers calls that argument."""
+    seen = []
+
+    def update(cache, keys, values, *args, **kwargs):
+        seen.append(keys)
+        return keys, values
+
+    monkeypatch.setattr("liger.transformers.attention.qk_norm_rope._Cache.update", update)
+    assert KIND in kinds(liger.patch(tiny("qwen3"))) and seen
+
+
 def test_norms_of_whole_rows():
     """OLMo 2 normalises all heads together."""
     plain = make("Olmo2")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Kept attention in host memory: bits, bytes, and the order of copies, waits and reuse of memory."""
 
+import copy
 import itertools
 
 import pytest
@@ -137,6 +138,17 @@ def test_inputs_that_are_too_small_to_move(monkeypatch):
     set_level(model, MOST)
     tiny_models.step(model, **given)
     assert planner.store.inputs == 0 and planner.store.moved == (MOST - 1) * 2 * OUTPUT
+
+
+def test_a_copy_counts_the_inputs_that_the_store_moves():
+    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    planner = planned(model, given, offload=10**6)
+    # The inputs of the last step count, too.
+    assert planners(copy.deepcopy(model))[0].store.most == (LAYERS - 1) * INPUT > planner.store.most
+    set_level(model, MOST)
+    tiny_models.step(model, **given)
+    (theirs,) = planners(copy.deepcopy(model))
+    assert theirs.store.shortage(100.0) == 100 * (LAYERS - 1) * INPUT - 10**6
 
 
 @pytest.mark.parametrize("hidden", [True, False])

@@ -261,7 +261,8 @@ class _Trial:
                 given[name] = tuple(table.to(dtype) for table in self.tables[case["width"]])
             elif name == "attention_mask":
                 given[name] = None if case["mask"] is None else case["mask"].to(dtype)
-            elif name.startswith("past_key_value"):
+            elif name == "cache" or name.startswith("past_key_value"):
+                # "cache" in late releases of transformers 5.
                 given[name] = case["cache"]
             elif name == "shared_kv_states":
                 # Gemma 3n and Gemma 4 store their keys and values there for layers without their own.
