@@ -10,6 +10,8 @@ import ranks
 import torch
 from cases import error
 
+import liger
+
 # One GPU is not enough for two ranks; DeepSpeed would take it all the same.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.ON_GPU else "cpu")
 deepspeed = pytest.importorskip("deepspeed")
