@@ -41,10 +41,19 @@ function(liger_add_extension python folder)
     return()
   endif()
   message(STATUS "liger: liger._C for ${abi} and torch ${torch}")
-  add_library(${target} MODULE csrc/autograd/losses.cpp csrc/autograd/module.cpp csrc/autograd/nodes.cpp)
-  # Not liger::torch, which restricts the headers to the stable ABI. The headers of pybind11 come before those in torch.
-  target_include_directories(${target} SYSTEM PRIVATE
-    ${LIGER_PYBIND11_INCLUDE} ${include} ${folder}/include ${folder}/include/torch/csrc/api/include)
+  # Not liger::torch, which restricts the headers to the stable ABI.
+  set(includes ${folder}/include ${folder}/include/torch/csrc/api/include)
+  # The nodes know no Python: one compilation for all.
+  set(nodes liger_nodes_torch_${torch})
+  if(NOT TARGET ${nodes})
+    add_library(${nodes} OBJECT csrc/autograd/losses.cpp csrc/autograd/nodes.cpp)
+    target_include_directories(${nodes} SYSTEM PRIVATE ${includes})
+    target_compile_options(${nodes} PRIVATE -ffile-prefix-map=${folder}/=torch/)
+    liger_compile(${nodes})
+  endif()
+  add_library(${target} MODULE csrc/autograd/module.cpp $<TARGET_OBJECTS:${nodes}>)
+  # The headers of pybind11 come before those in torch.
+  target_include_directories(${target} SYSTEM PRIVATE ${LIGER_PYBIND11_INCLUDE} ${include} ${includes})
   target_link_libraries(${target} PRIVATE liger::manylinux
     ${folder}/lib/libtorch_python.so ${folder}/lib/libtorch_cpu.so ${folder}/lib/libc10.so liger::runtime)
   target_compile_options(${target} PRIVATE -ffile-prefix-map=${folder}/=torch/ -ffile-prefix-map=${include}/=python/

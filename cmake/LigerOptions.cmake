@@ -19,12 +19,9 @@ foreach(cache_name sccache ccache)
   endif()
 endforeach()
 
-# Into the package folder; torch's libraries are found beside it in site-packages, or are loaded already.
-function(liger_install target)
+# Flags and folders of every target.
+function(liger_compile target)
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/csrc)
-  set_target_properties(${target} PROPERTIES
-    INSTALL_RPATH "$ORIGIN/../torch/lib"
-    BUILD_WITH_INSTALL_RPATH ON)
   # A plain flag, not CXX_STANDARD: CUDA inherits that, and CMake 3.25, in wide use, knows no nvcc with standard 20.
   target_compile_options(${target} PRIVATE -std=c++20 $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
   # Error messages name source files; without the folders of the build machine, which would also make builds differ.
@@ -33,5 +30,13 @@ function(liger_install target)
       $<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${map}>
       $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${map}>)
   endforeach()
+endfunction()
+
+# Into the package folder; torch's libraries are found beside it in site-packages, or are loaded already.
+function(liger_install target)
+  liger_compile(${target})
+  set_target_properties(${target} PROPERTIES
+    INSTALL_RPATH "$ORIGIN/../torch/lib"
+    BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS ${target} LIBRARY DESTINATION liger)
 endfunction()

@@ -147,6 +147,16 @@ def build_wheel(source, name, epoch, network, **settings):
     return path
 
 
+def extensions(pythons):
+    """Settings of a build with liger._C for each of these interpreters with the torch of each."""
+    where = (
+        "import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec('torch').origin).parent)"
+    )
+    folders = [call(python, "-c", where).split()[-1] for python in pythons]
+    settings = {"LIGER_EXTENSION_PYTHONS": pythons, "LIGER_EXTENSION_TORCH_DIRS": folders}
+    return " ".join(f"'-D{name}={';'.join(map(str, values))}'" for name, values in settings.items())
+
+
 def repair(wheel, folder, epoch):
     """The wheel tagged with the platform of a release; an error if it needs newer symbols of the system."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -203,8 +213,9 @@ def make_environment(python, folder):
     Path(purelib.strip(), "outer.pth").write_text(found)
 
 
-def run_tests(address, version, cuda, folder):
-    """A selection of tests with the wheel of an index, in an environment without liger."""
+def run_tests(address, version, cuda, folder, extension):
+    """A selection of tests with the wheel of an index, in an environment without liger; ``extension``: the
+    wheel has liger._C for it."""
     install(address, version, folder)
     where = call(folder / "bin/python", "-c", "import liger; print(liger.__file__)", cwd=WORK).split()[-1]
     if not where.startswith(str(folder)):
@@ -212,11 +223,13 @@ def run_tests(address, version, cuda, folder):
     # Without a GPU, too: loading resolves every symbol of torch and registers the kernels.
     loaded = (
         "import torch; from liger._core.runtime import load; "
-        "print(load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON)"
+        "print(load.C_REASON, load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON, sep='\\n')"
     )
-    outcome = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()[-1]
-    if cuda and not outcome.startswith(("True ", "None ")):
-        raise Failure(f"the CUDA kernels are not loaded: {outcome}")
+    *_, reason, cuda_loaded, cuda_reason = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()
+    if extension and not reason.startswith("built for"):
+        raise Failure(f"liger._C is not loaded: {reason}")
+    if cuda and cuda_loaded not in ("True", "None"):
+        raise Failure(f"the CUDA kernels are not loaded: {cuda_reason}")
     versions = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
     log = call(
         *(folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *TESTS),
@@ -238,6 +251,7 @@ def check_wheel(report, kind, source, version, epoch, network, options):
     settings = {"LIGER_CPU_WHEEL": 1}
     if kind == "cuda":
         settings = {"LIGER_BUILD_CUDA": 1, "LIGER_CUDA_ARCHS": options.archs}
+    settings["CMAKE_ARGS"] = extensions(options.python)
     built = wheel = None
     with report.step(f"{kind}: a wheel from the sdist{', without network' if network else ''}"):
         built = build_wheel(source, f"{kind}-1", epoch, network, **settings)
@@ -315,7 +329,9 @@ def rehearse(report, kind, files, version, options):
                     make_empty_environment(folder)
                 else:
                     make_environment(python, folder)
-                detail("  " + run_tests(address, version, kind == "cuda", folder))
+                # The newest torch of --empty may be newer than the one of the build.
+                extension = index > 0 or not options.empty
+                detail("  " + run_tests(address, version, kind == "cuda", folder, extension))
         with report.step(f"{kind}: liger demo") as detail:
             detail("  " + run_demo(WORK / f"{kind}-venv-0"))
 
@@ -341,7 +357,9 @@ def main(arguments=None):
         "--python",
         action="append",
         default=[],
-        help="a further interpreter, with torch and pytest, that tests the wheels; may be repeated",
+        type=os.path.abspath,
+        help="a further interpreter, with torch and pytest, that tests the wheels, which have liger._C for every pair "
+        "of these interpreters and their torch; may be repeated",
     )
     parser.add_argument(
         "--tag", nargs=2, metavar=("TAG", "ADDRESS"), help="of the release and the repository"

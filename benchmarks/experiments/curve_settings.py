@@ -17,7 +17,6 @@ import liger
 from liger.cli._demo_worker import nudge
 from liger.transformers.checkpointing import methods
 from liger_bench.devices import on_ranks
-from liger_bench.models.captured_step import WARM_UP, CapturedStep
 from liger_bench.models.contestants import with_liger_kernel
 
 from . import sharded_training
@@ -118,11 +117,8 @@ def compiled(model, batches, machine):
 
 def captured(model, batches, machine):
     """The whole step as one CUDA graph, after some steps without."""
-    step = CapturedStep(training_step(model, optimizer_of(model.parameters(), capturable=True)))
-    losses = step.warm_up(batches[:WARM_UP])
-    step.capture(batches[WARM_UP])
-    # A replay overwrites the loss of the one before.
-    return losses + [step(tokens).clone() for tokens in batches[WARM_UP:]]
+    step = liger.transformers.graph_step(model, optimizer_of(model.parameters()))
+    return [step(input_ids=tokens, labels=tokens) for tokens in batches]
 
 
 def fsdp2(model, batches, machine):

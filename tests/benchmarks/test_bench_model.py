@@ -79,6 +79,32 @@ def test_sizes_are_those_of_their_models(name):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions[name], abs=0.006)
 
 
+def test_ways_of_small_batches():
+    names = [c.name for c in model_contestants.entered(TINY, ["cuda"], small=True)]
+    assert names == [
+        *("transformers", "transformers, compiled", "liger[cuda]", "liger[cuda], compiled"),
+        *("transformers, reduce-overhead", "liger[cuda], reduce-overhead", "liger[cuda], CUDA graph"),
+    ]
+    (graph,) = (c for c in model_contestants.entered(TINY, ["torch"], small=True) if c.captured)
+    trainee = model_trainee.Trainee(graph, TINY, "cpu")
+    trainee.attempt(trainee.build)
+    assert trainee.failure == (
+        "failed",
+        "ValueError: liger.transformers.graph_step: the model is on cpu, expected one CUDA device",
+    )
+
+
+def test_steps_of_reduce_overhead(monkeypatch):
+    """Compiled without CUDA graphs; the loss is a copy, since the next step overwrites the output."""
+    monkeypatch.setattr(
+        model_contestants, "compiled", lambda model, mode: model if mode == "reduce-overhead" else None
+    )
+    record = measure(monkeypatch, contestant("reduced", model_contestants.reduce_overhead))
+    provider = record["providers"]["reduced"]
+    assert provider["status"] == "ok"
+    assert provider["first_loss"] == record["providers"]["plain"]["first_loss"]
+
+
 def test_a_wrong_loss_is_seen(monkeypatch):
     def spoil(model):
         with torch.no_grad():

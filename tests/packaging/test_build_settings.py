@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packages import ROOT, call
 
+from liger._core.runtime import load
+
 pytestmark = pytest.mark.packaging
 
 
@@ -32,6 +34,27 @@ def test_the_extension_as_a_build_setting(tmp_path, value):
         tmp_path, f"-DLIGER_BUILD_EXTENSION={value}", "-DLIGER_EXTENSION_TORCH_DIRS=", LIGER_BUILD_CUDA=0
     )
     assert code == 0 and ("liger: liger._C for " in output) == (value == "ON")
+
+
+def test_the_extension_for_further_versions(tmp_path):
+    """Of Python and torch: each pair once."""
+    for version in ("2.10.3+cpu", "2.99.0.dev20270101", "0"):
+        header = tmp_path / version / "include/torch/csrc/autograd/saved_variable.h"
+        header.parent.mkdir(parents=True)
+        header.touch()
+        (tmp_path / version / "version.py").write_text(f"__version__ = '{version}'\n")
+    header.unlink()
+    folders = ";".join(str(tmp_path / name) for name in ("2.10.3+cpu", "2.99.0.dev20270101", "0"))
+    code, output = configure(
+        *(tmp_path / "build", f"-DLIGER_EXTENSION_TORCH_DIRS={folders}"),
+        f"-DLIGER_EXTENSION_PYTHONS={sys.executable}",
+        LIGER_BUILD_CUDA=0,
+    )
+    assert code == 0
+    python = load._extension_name().removeprefix("liger_C_").partition("_torch_")[0]
+    found = re.findall(r"liger: liger._C for (\S+) and torch (\S+)", output)
+    assert found[1:] == [(python, "2_10"), (python, "2_99_0_dev20270101")] and found[0][0] == python
+    assert f"and {tmp_path / '0'}: {header} is missing" in output
 
 
 def path_without_nvcc():

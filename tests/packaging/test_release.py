@@ -4,6 +4,7 @@ here."""
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -282,6 +283,21 @@ def test_tag_of_a_release(monkeypatch, tmp_path):
         release_check.check_tag("v1.2", "https://h/p")
     with pytest.raises(Failure, match="does not have the address https://h/fork"):
         release_check.check_tag("v1.2.3", "https://h/fork")
+
+
+@pytest.mark.packaging
+def test_interpreters_that_a_wheel_has_the_extension_for():
+    import torch
+
+    import release_check
+
+    settings = {
+        "LIGER_EXTENSION_PYTHONS": sys.executable,
+        "LIGER_EXTENSION_TORCH_DIRS": str(Path(torch.__file__).parent),
+    }
+    twice = {name: f"{value};{value}" for name, value in settings.items()}
+    expected = [f"-D{name}={value}" for name, value in twice.items()]
+    assert shlex.split(release_check.extensions([sys.executable] * 2)) == expected
 
 
 def test_actions_are_pinned_by_hash():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole training steps of patched models in CUDA graphs: docs/guides/cuda_graphs.md."""
+"""Whole training steps of patched models in CUDA graphs: docs/recipes/small_batches.md.
+
+test_graph_step.py tests on the CPU what ``graph_step`` does around its graphs.
+"""
 
 import re
 from pathlib import Path
@@ -7,46 +10,40 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from cuda_graphs import capture
 
 import liger
 from liger.transformers.checkpointing import methods
 
 pytestmark = pytest.mark.gpu
 
-STEPS, WARM_UP = 4, 3
+STEPS = 7
 
 
 def _trained(family, checkpointing, recompute, batches, graphed):
-    """(losses, parameters) after warm-up steps on the first batch and one step on each batch."""
+    """(losses, parameters) after a step on each batch."""
     torch.manual_seed(0)
     model = tiny_models.make(family, "cuda", torch.bfloat16, attn_implementation="sdpa").train()
     if checkpointing:
         methods.enable(model, preserve_rng_state=False)
     liger.patch(model, recompute=recompute)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-    tokens = batches[0].clone()
-
-    def step():
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if graphed:
-        graph, loss = capture(step, WARM_UP)
-    else:
-        for _ in range(WARM_UP):
-            step()
+        step = liger.transformers.graph_step(model, optimizer, max_grad_norm=1.0)
+    # After the learning rates have become tensors, as before.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    losses = []
     for batch in batches:
-        tokens.copy_(batch)
         if graphed:
-            graph.replay()
-            losses.append(loss.clone())
+            losses.append(step(input_ids=batch.cpu().pin_memory(), labels=batch))
         else:
-            losses.append(step())
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        scheduler.step()
+    assert not graphed or next(iter(step.shapes.values())).replay is not None
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
@@ -63,19 +60,59 @@ def test_step_in_a_graph_is_the_eager_step(family, checkpointing, recompute):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=4e-3)
 
 
-def test_block_of_the_documents(monkeypatch):
-    tiny_models.older_checkpointing_method(monkeypatch)
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "cuda_graphs.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "graph.replay()" in b)
-    batches = [torch.randint(3, tiny_models.VOCAB, (2, 64), device="cuda") for _ in range(STEPS)]
-    model = tiny_models.make("llama", "cuda", torch.bfloat16, attn_implementation="sdpa")
-    names = {"torch": torch, "liger": liger, "model": model, "tokens": batches[0].clone()}
-    names |= {"labels": batches[0].clone(), "loader": [{"input_ids": b, "labels": b} for b in batches]}
-    exec(compile(block, "cuda_graphs.md", "exec"), names)
-    methods.disable(model)
-    with torch.no_grad():
-        after = model(input_ids=batches[-1], labels=batches[-1], use_cache=False).loss
-    assert after.isfinite() and after < names["loss"]
+def test_gradients_of_a_graph_accumulate():
+    """Of two shapes, without an optimizer, and of the adapters alone."""
+    peft = pytest.importorskip("peft")
+    batches = [torch.randint(3, tiny_models.VOCAB, (2, 32 + 32 * (i % 2)), device="cuda") for i in range(12)]
+    grads = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = tiny_models.make("llama", "cuda", attn_implementation="sdpa")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        liger.patch(model.train())
+        step, grads_of = liger.transformers.graph_step(model) if graphed else None, []
+        for index, batch in enumerate(batches):
+            if graphed:
+                step(input_ids=batch, labels=batch)
+            else:
+                model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+            if index % 3 == 2:
+                grads_of.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+                model.zero_grad(set_to_none=index % 2 == 0)
+        grads.append(grads_of)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+
+def test_what_waits_for_the_device_is_not_captured():
+    model = liger.patch(tiny_models.make("llama", "cuda", attn_implementation="sdpa").train())
+    model.model.norm.register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    step = liger.transformers.graph_step(model)
+    batch = torch.randint(3, tiny_models.VOCAB, (2, 32), device="cuda")
+    for _ in range(3):
+        step(input_ids=batch, labels=batch)
+    with pytest.raises(RuntimeError, match="the step cannot be captured"):
+        step(input_ids=batch, labels=batch)
+    assert model(input_ids=batch, labels=batch).loss.isfinite()
+
+
+def test_blocks_of_the_documents(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "recipes" / "small_batches.md").read_text()
+    own_loop, trainer = re.findall(r"```python\n(.*?)```", page, re.S)
+    tokens = torch.randint(3, tiny_models.VOCAB, (2, 64)).repeat(8, 1)
+    loader = [{"input_ids": b, "labels": b} for b in tokens.split(2)]
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    for block in (own_loop, trainer):
+        model = tiny_models.make("llama", "cuda", attn_implementation="sdpa").train()
+        names = {"torch": torch, "liger": liger, "model": model, "loader": loader, "data": data}
+        names |= {"Trainer": transformers.Trainer, "TrainingArguments": transformers.TrainingArguments}
+        with torch.no_grad():
+            before = model(**{k: v.cuda() for k, v in loader[0].items()}, use_cache=False).loss
+        exec(compile(block, "small_batches.md", "exec"), names)
+        with torch.no_grad():
+            after = model(**{k: v.cuda() for k, v in loader[0].items()}, use_cache=False).loss
+        assert after < before
 
 
 def test_reduce_overhead():

@@ -12,6 +12,9 @@ not counted.
 ``--graphs`` adds contestants of liger whose whole step is a CUDA graph. Their peak is measured during the
 capture.
 
+``--small`` measures 4 x 512 and 1 x 2048 tokens by every way of docs/recipes/small_batches.md: uncompiled,
+compiled, compiled with CUDA graphs, and, of liger, the step as one graph.
+
 ``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and
 without ``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its
 own.
@@ -44,7 +47,7 @@ from ..environment import environment
 from ..harness import Options
 from .contestants import OPTIMIZERS, entered
 from .report import GIB, markdown, shape_of, write
-from .sizes import SIZES, size_of
+from .sizes import SIZES, SMALL, size_of
 from .trainee import Trainee, random_batches
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -137,6 +140,9 @@ def _parser():
     )
     parser.add_argument("--graphs", action="store_true", help="also liger with each step as a CUDA graph")
     parser.add_argument(
+        "--small", action="store_true", help="4x512 and 1x2048 tokens, compiled and as CUDA graphs as well"
+    )
+    parser.add_argument(
         "--recipes",
         action="store_true",
         help="also liger without fused_add_rms_norm, without qk_norm_rope, and without both",
@@ -189,8 +195,8 @@ def _check(parser, parsed):
         return
     if not parsed.self_test and parsed.ranks > gpus:
         parser.error(f"--ranks is {parsed.ranks}, but here are {gpus} CUDA devices")
-    if parsed.graphs or parsed.compile:
-        parser.error("--ranks cannot be combined with --graphs or --compile")
+    if parsed.graphs or parsed.compile or parsed.small:
+        parser.error("--ranks cannot be combined with --graphs, --compile or --small")
 
 
 def main(arguments=None):
@@ -212,7 +218,10 @@ def main(arguments=None):
         "graphs": parsed.graphs,
         "optimizers": parsed.optimizer or ["adamw"],
         "recipes": parsed.recipes,
+        "small": parsed.small,
     }
+    if parsed.small and not parsed.self_test:
+        parsed.shapes = parsed.shapes or list(SMALL)
     try:
         if parsed.own_processes or parsed.ranks > 1:
             from . import ranks as model_ranks

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,7 @@ class Contestant:
     optimizer: Callable = adamw
 
 
-def compiled(model, backend="inductor"):
+def compiled(model, backend="inductor", mode=None):
     """``torch.compile`` of a model whose attention is causal by SDPA's flag.
 
     A model that is traced gives SDPA a mask as a tensor, and SDPA computes what the mask hides, too. For an
@@ -77,7 +78,20 @@ def compiled(model, backend="inductor"):
 
     AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     model.set_attn_implementation("causal_sdpa")
-    return torch.compile(model, dynamic=False, backend=backend)
+    return torch.compile(model, dynamic=False, backend=backend, mode=mode)
+
+
+def reduce_overhead(model):
+    """``compiled``, with forward and backward as CUDA graphs, whose outputs the next step overwrites."""
+    call = compiled(model, mode="reduce-overhead")
+
+    def step(**inputs):
+        torch.compiler.cudagraph_mark_step_begin()
+        output = call(**inputs)
+        output.loss = output.loss.clone()
+        return output
+
+    return step
 
 
 def with_liger_kernel(model):
@@ -109,6 +123,23 @@ def contestants(backends, compile):
     ]
 
 
+def of_small_batches(backends):
+    """The ways of docs/recipes/small_batches.md beside the same ways without liger: all but the step as one
+    graph, which :func:`captured` adds."""
+    found = [c for c in contestants(backends, compile=True) if c.group != "liger-kernel"]
+    plain = Contestant("transformers, reduce-overhead", "other", reduce_overhead)
+    ours = [
+        Contestant(
+            f"liger[{b}], reduce-overhead",
+            "ours",
+            lambda model: reduce_overhead(liger.patch(model)),
+            functools.partial(liger.use_backend, b),
+        )
+        for b in backends
+    ]
+    return [*found, plain, *ours]
+
+
 def recomputing(backends):
     """liger under each backend, with a backward that recomputes cheap outputs."""
     patch = functools.partial(liger.patch, recompute=True)
@@ -120,7 +151,7 @@ def recomputing(backends):
 
 def captured(entered):
     """The contestants of liger again, with CUDA graphs."""
-    ours = (c for c in entered if c.group == "ours" and "compiled" not in c.name)
+    ours = (c for c in entered if c.group == "ours" and not re.search("compiled|overhead", c.name))
     return [replace(c, name=f"{c.name}, CUDA graph", captured=True) for c in ours]
 
 
@@ -182,11 +213,20 @@ def with_optimizers(entered, names):
 
 
 def entered(
-    size, backends, compile=False, memories=(), only=None, graphs=False, optimizers=("adamw",), recipes=False
+    size,
+    backends,
+    compile=False,
+    memories=(),
+    only=None,
+    graphs=False,
+    optimizers=("adamw",),
+    recipes=False,
+    small=False,
 ):
     """The contestants of these options. Raises ValueError for a name in ``only`` that none of them has."""
-    found = contestants(backends, compile) + ([] if size.checkpointing else recomputing(backends))
-    found += captured(found) if graphs else []
+    found = of_small_batches(backends) if small else contestants(backends, compile)
+    found += [] if size.checkpointing else recomputing(backends)
+    found += captured(found) if graphs or small else []
     found += planned(backends, memories)
     found += without_recipes(backends) if recipes else []
     found += without_lora_layers(backends) if size.lora else []

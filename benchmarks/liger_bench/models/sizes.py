@@ -100,6 +100,8 @@ SELF_TEST = Size(
     burst=1,
 )  # fmt: skip
 
+# Shapes of --small.
+SMALL = ((4, 512), (1, 2048))
 # Values of --size.
 SIZES = {
     "1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "qwen3-4b": QWEN3_4B, "gemma3-1b": GEMMA3_1B,

@@ -10,9 +10,9 @@ import torch
 
 import liger
 from liger.transformers.checkpointing import methods
+from liger.transformers.step_graphs import WARM_UP
 
 from ..measure import PROVIDER_ERRORS, spread
-from .captured_step import WARM_UP, CapturedStep
 
 # Allowed relative difference of the first loss from the unpatched model's.
 SAME_LOSS = 2e-3
@@ -120,7 +120,10 @@ class Trainee:
         self.call = self.contestant.prepare(self.model)
         self.shard()
         self.optimizer = self.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
-        self.step = CapturedStep(self.eager_step) if captured else self.eager_step
+        self.step = self.eager_step
+        if captured:
+            graphed = liger.transformers.graph_step(self.call, self.optimizer)
+            self.step = lambda tokens: graphed(input_ids=tokens, labels=tokens)
 
     def eager_step(self, tokens):
         loss = self.call(input_ids=tokens, labels=tokens).loss
@@ -138,9 +141,12 @@ class Trainee:
     def warm_up(self, batches):
         count = max(self.size.warm_up, self.contestant.warm_up)
         if self.contestant.captured:
-            losses = self.step.warm_up([batches[0]] * WARM_UP)
+            losses = [self.step(batches[0]) for _ in range(WARM_UP)]
+            torch.cuda.synchronize()
             others = torch.cuda.memory_allocated() - self.idle_bytes()
-            self.peak = self.step.capture(batches[0]) - others
+            torch.cuda.reset_peak_memory_stats()
+            self.step(batches[0])  # is captured
+            self.peak = torch.cuda.max_memory_allocated() - others
         else:
             losses = [self.step(batches[i % len(batches)]) for i in range(count)]
         if self.loss is None:

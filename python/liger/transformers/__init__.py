@@ -17,10 +17,12 @@ from .mlp.experts import register as _register_experts
 from .patching.future import patch_future, unpatch_future
 from .patching.patch import patch, unpatch
 from .patching.report import PatchReport, patch_report
+from .step_graphs import graph_step
 
 __all__ = [
     "PatchReport",
     "checkpoint",
+    "graph_step",
     "patch",
     "patch_future",
     "patch_report",

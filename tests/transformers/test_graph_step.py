@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``graph_step`` with a stand-in of CUDA graphs on the CPU; test_cuda_graphs.py has the graphs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+import liger
+from liger.transformers import graph_step, step_graphs
+from liger.transformers.checkpointing import methods
+
+
+class Replays:
+    """In place of CUDA graphs: a capture runs nothing, a replay calls the function on its inputs again."""
+
+    def __init__(self, device):
+        self.captures = 0
+
+    def run(self, function):
+        return function()
+
+    def capture(self, function):
+        self.captures += 1
+        return lambda: function().clone()
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(step_graphs, "_DEVICE", "cpu")
+    monkeypatch.setattr(step_graphs, "_Graphs", Replays)
+
+
+def a_model(seed=0, **config):
+    torch.manual_seed(seed)
+    return liger.patch(tiny_models.make("llama", **config).train())
+
+
+def capturable_sgd(parameters, lr=0.1):
+    """Of torch's optimizers, those with the setting need it on CUDA devices alone."""
+    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    for group in optimizer.param_groups:
+        group["capturable"] = False
+    return optimizer
+
+
+def batches(count, *shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, tiny_models.VOCAB, shape, generator=generator) for _ in range(count)]
+
+
+def given(tokens):
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_steps_with_an_optimizer(max_grad_norm):
+    """Of two shapes, with a learning rate that a scheduler changes, before and after the captures."""
+    tokens = [b for pair in zip(batches(7, 2, 8), batches(7, 1, 6), strict=True) for b in pair]
+    after = []
+    for graphed in (False, True):
+        model = a_model()
+        optimizer = capturable_sgd(model.parameters())
+        step = graph_step(model, optimizer, max_grad_norm=max_grad_norm) if graphed else None
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+        losses = []
+        for batch in tokens:
+            if graphed:
+                losses.append(step(**given(batch)))
+            else:
+                loss = model(**given(batch), use_cache=False).loss
+                loss.backward()
+                if max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            scheduler.step()
+        assert all(p.grad is None for p in model.parameters())
+        after.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
+    assert step.graphs.captures == 2
+    assert optimizer.param_groups[0]["capturable"] is True
+    torch.testing.assert_close(after[1], after[0])
+
+
+def test_gradients_without_an_optimizer():
+    """They accumulate, and follow zero_grad of either kind."""
+    model, expected = a_model(), a_model()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    expected.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    step = graph_step(model)
+    memory = set()
+    for index, batch in enumerate(batches(10, 2, 8)):
+        loss = expected(**given(batch), use_cache=False).loss
+        loss.backward()
+        torch.testing.assert_close(step(**given(batch)), loss.detach())
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, other.grad)
+        if index >= 3:
+            memory.add(model.lm_head.weight.grad.data_ptr())
+        if index % 3 == 2 or index == 6:
+            for m in (model, expected):
+                m.zero_grad(set_to_none=index != 5)
+    assert len(memory) == 1 and step.graphs.captures == 1
+
+
+@pytest.mark.slow
+def test_trainer_of_the_documents(tmp_path, monkeypatch):
+    """Losses and weights are as without its ``training_step``, with two shapes and accumulation."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/recipes/small_batches.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", page, re.S)[1]
+    cpu = "use_cpu=True, gradient_accumulation_steps=2, per_device_train_batch_size=2, logging_steps=1"
+    assert "bf16=True" in block
+    data = [{"input_ids": row, "labels": row, "attention_mask": row > 0} for row in batches(1, 22, 8)[0]]
+    after = []
+    for code in (block, block.replace("GraphTrainer(model", "Trainer(model")):
+        torch.manual_seed(0)
+        made = []
+
+        class Kept(transformers.Trainer):
+            def __init__(self, made=made, **arguments):
+                made.append(self)
+                super().__init__(**arguments)
+
+        model = tiny_models.make("llama")
+        names = {"liger": liger, "model": model, "data": data, "Trainer": Kept}
+        names["TrainingArguments"] = transformers.TrainingArguments
+        exec(compile(code.replace("bf16=True", cpu), "small_batches.md", "exec"), names)
+        losses = [entry["loss"] for entry in made[0].state.log_history if "loss" in entry]
+        after.append((losses, [p.detach() for p in model.parameters()]))
+        assert hasattr(made[0], "graphed") == (len(after) == 1)
+    assert made[0].state.global_step == 8 and len(after[0][0]) == 8
+    torch.testing.assert_close(after[0], after[1])
+
+
+def test_the_loss_is_of_its_step():
+    model = a_model()
+    step = graph_step(model)
+    tokens = batches(6, 2, 8)
+    losses = [step(**given(batch)) for batch in tokens]
+    assert not any(loss.requires_grad for loss in losses)
+    assert len({loss.item() for loss in losses}) == 6
+
+
+def test_a_rare_shape_has_no_graph():
+    model = a_model()
+    step = graph_step(model)
+    for batch in [*batches(5, 2, 8), *batches(2, 1, 8)]:
+        step(**given(batch))
+    assert step.graphs.captures == 1
+
+
+def test_too_many_shapes():
+    step = graph_step(a_model())
+    for length in range(4, 8):
+        step(**given(torch.full((1, length), 5)))
+    with pytest.raises(
+        ValueError, match=r"input_ids \(1, 9\), labels \(1, 9\) is shape 5 of the inputs, at most 4"
+    ):
+        step(**given(torch.full((1, 9), 5)))
+    step(**given(torch.full((1, 4), 5)))
+
+
+def test_inputs_that_are_not_tensors():
+    step = graph_step(a_model())
+    with pytest.raises(TypeError, match="num_items_in_batch must be a Tensor, not int"):
+        step(**given(torch.full((1, 4), 5)), num_items_in_batch=4)
+
+
+def test_gradients_from_elsewhere():
+    model = a_model()
+    step = graph_step(model, capturable_sgd(model.parameters()))
+    tokens = torch.full((1, 4), 5)
+    model(**given(tokens)).loss.backward()
+    with pytest.raises(ValueError, match="the model has gradients from elsewhere"):
+        step(**given(tokens))
+    model.zero_grad()
+    step(**given(tokens))
+
+
+def test_casts_of_autocast_are_not_kept():
+    model = a_model()
+    step, seen = graph_step(model), []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    with torch.autocast("cpu", torch.bfloat16):
+        step(**given(torch.full((1, 4), 5)))
+    assert seen == [False] and torch.is_autocast_cache_enabled()
+
+
+def test_a_step_that_cannot_be_captured(monkeypatch):
+    model = a_model()
+
+    def capture(self, function):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    step = graph_step(model, capturable_sgd(model.parameters()))
+    for batch in batches(3, 1, 4):
+        step(**given(batch))
+    with monkeypatch.context() as patched:
+        patched.setattr(Replays, "capture", capture)
+        with pytest.raises(
+            RuntimeError, match=r"cannot be captured: operation .* is capturing \(Does it wait"
+        ):
+            step(**given(batch))
+    assert all(p.grad is None for p in model.parameters())
+    step(**given(batch))
+    assert step.graphs.captures == 1
+
+
+@pytest.mark.parametrize("where", ["attention", "module"])
+def test_dropout_in_layers_that_are_recomputed(where):
+    model = a_model(attention_dropout=0.5) if where == "attention" else a_model()
+    if where == "module":
+        model.model.layers[0].mlp.append = torch.nn.Dropout(0.5)
+    methods.enable(model, preserve_rng_state=False)
+    step = graph_step(model)
+    for batch in batches(3, 1, 4):
+        step(**given(batch))
+    with pytest.raises(ValueError, match="layers with dropout are recomputed"):
+        step(**given(batch))
+    methods.disable(model)
+    step(**given(batch))
+    assert step.graphs.captures == 1
+
+
+def test_models_and_optimizers_that_are_refused(monkeypatch):
+    model = a_model()
+    optimizer = capturable_sgd(model.parameters())
+    for arguments, error, message in [
+        ((1,), TypeError, "model must be a torch.nn.Module, not int"),
+        ((model, 1), TypeError, "optimizer must be a torch.optim.Optimizer, not int"),
+        (
+            (model, capturable_sgd([model.lm_head.weight])),
+            ValueError,
+            "the optimizer lacks .* trained parameters",
+        ),
+        ((model, torch.optim.SGD(model.parameters())), ValueError, "SGD has no setting capturable"),
+    ]:
+        with pytest.raises(error, match=message):
+            graph_step(*arguments)
+    for how in ({"max_grad_norm": 1.0}, {"optimizer": optimizer, "max_grad_norm": -1.0}):
+        with pytest.raises(ValueError, match="max_grad_norm is"):
+            graph_step(model, **how)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        graph_step(a_model().requires_grad_(False))
+    with pytest.raises(ValueError, match=r"liger\.transformers\.checkpoint plans the layers"):
+        graph_step(liger.transformers.checkpoint(a_model(), 10**9))
+    wrapper = type("DistributedDataParallel", (torch.nn.Sequential,), {})
+    with pytest.raises(ValueError, match="sharded or wrapped for several ranks"):
+        graph_step(wrapper(model))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="the model is on cpu, expected one CUDA device"):
+        graph_step(model)
