@@ -139,6 +139,6 @@ def _demo(parser):
 
 COMMANDS = {
     "info": Command("versions, devices, what was built, and which backend serves each function", INFO, _info),
-    "plan": Command("memory of the lm_head and its chunks, or of the activations of a model", PLAN, _plan),
+    "plan": Command("memory of a step of a model, or of the lm_head and its chunks", PLAN, _plan),
     "demo": Command("train a Llama with and without liger on this machine and compare", DEMO, _demo),
 }

@@ -11,8 +11,10 @@ ROOT = Path(__file__).parents[2]
 def on_config(config):
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "python/liger/__init__.py").read_text(), re.M)
     config.site_name += f" {version}"
-    (address,) = re.findall(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    if "/OWNER/" not in address:  # the placeholder: docs/development/releasing.md
+    ((address, comment),) = re.findall(
+        r'^Repository = "(.+)"(.*)$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    if "placeholder" not in comment:
         config.repo_url, config.repo_name, config.edit_uri = address, "Repository", "edit/main/"
     return config
 

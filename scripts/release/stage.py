@@ -29,19 +29,22 @@ def stage(root, folder, version):
         members.extractall(folder, filter="data")
     settings = folder / "pyproject.toml"
     text = settings.read_text()
-    ((line, address),) = re.findall(r'^(Repository = "(.+)"\n)', text, re.M)
+    ((line, address),) = re.findall(r'^(Repository = "(.+)".*\n)', text, re.M)
     settings.write_text(text.replace(line, line + FURTHER_URLS.format(address=address, version=version)))
     readme = folder / "README.md"
     readme.write_text(absolute_links(readme.read_text(), root, address, version))
 
 
 def absolute_links(text, root, address, version):
-    """The Markdown of a page in the top folder, with the links to files of the repository as addresses."""
+    """The Markdown of a page in the top folder, with the links to files of the repository, and its pictures,
+    as addresses."""
 
     def absolute(match):
-        picture, label, target = match.groups()
+        before, target, after = match.groups()
         if not (root / target.partition("#")[0]).exists():
             return match[0]
-        return f"{picture}[{label}]({address}/{'raw' if picture else 'blob'}/v{version}/{target})"
+        kind = "raw" if before.startswith(("!", "<")) else "blob"
+        return f"{before}{address}/{kind}/v{version}/{target}{after}"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\(([^)#][^)]*)\)", absolute, text)
+    text = re.sub(r"(!?\[[^\]]*\]\()([^)#][^)]*)(\))", absolute, text)
+    return re.sub(r'(<img src=")([^"]+)(")', absolute, text)

@@ -17,6 +17,7 @@ from liger_bench.models import offload as model_offload
 from liger_bench.models import ranks as model_ranks
 from liger_bench.models import report as model_report
 from liger_bench.models import sizes as model_sizes
+from liger_bench.models import trainee as model_trainee
 from liger_bench.models.contestants import Contestant
 
 TINY = replace(model_sizes.SELF_TEST, shapes=((1, 8),), rounds=3)

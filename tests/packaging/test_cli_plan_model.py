@@ -209,8 +209,10 @@ def test_unknown_names_are_refused_without_a_second_try(monkeypatch, capsys):
         assert cli.main(["plan", "--model", "no/such"]) == 2
         assert capsys.readouterr().err == f"liger plan --model no/such: {NOWHERE}{words}\n"
     assert tries == [("https://huggingface.co/no/such/resolve/main/config.json", "HEAD", 5)]
-    assert cli.main(["plan", "--model", "no such/name"]) == 2
-    assert "liger plan --model no such/name: Repo id must" in capsys.readouterr().err
+    for malformed in ("no such/name", "./nosuch"):
+        assert cli.main(["plan", "--model", malformed]) == 2
+        expected = f"liger plan --model {malformed}: no file, no folder, and no name of a model (Repo id must"
+        assert capsys.readouterr().err.startswith(expected)
 
 
 @pytest.mark.parametrize(

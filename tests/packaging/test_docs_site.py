@@ -121,6 +121,8 @@ def test_the_header_has_the_version_and_pages_an_edit_link(tmp_path, monkeypatch
         (tmp_path / file).write_text(text)
     config = hooks.on_config(SimpleNamespace(**settings))
     assert (config.repo_url, config.edit_uri) == ("https://host/us/liger-ops", "edit/main/")
+    (tmp_path / "pyproject.toml").write_text('Repository = "https://host/x/liger-ops"  # placeholder: see\n')
+    assert hooks.on_config(SimpleNamespace(**settings)).repo_url is None
     for place, expected in {"README.md": "address", "api/liger.md": None}.items():
         page = SimpleNamespace(file=SimpleNamespace(src_uri=place), edit_url="address")
         hooks.on_page_markdown("", page)

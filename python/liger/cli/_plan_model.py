@@ -149,8 +149,11 @@ def _refuse_unknown(name):
     """Raises OSError, or ValueError for a malformed name, where there is no such path, no such model in the
     cache and no connection to the Hub: in seconds, while transformers would import its models and then try
     for half a minute."""
-    if Path(name).exists() or _is_cached(name):
-        return
+    try:
+        if Path(name).exists() or _is_cached(name):
+            return
+    except ValueError as error:
+        raise ValueError(f"no file, no folder, and no name of a model ({error})") from error
     from huggingface_hub import constants, hf_hub_url
 
     nowhere = "no file, no folder, and no model in the cache of the Hub"
