@@ -13,8 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from liger_cli.arguments import positive
-
 from . import OPS
 
 PEERS = ("liger-kernel", "quack", "TRL", "unsloth_zoo", "cut-cross-entropy", "torch", "transformers", "none")
@@ -56,7 +54,7 @@ def _parser():
         metavar="WORDS",
         help="only rows with these words in their names, such as gemma or Qwen3-4B; may be given several times",
     )
-    parser.add_argument("--minutes", type=positive(float), help="no row starts after this time")
+    parser.add_argument("--minutes", type=float, help="no row starts after this time")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
     )

@@ -29,7 +29,7 @@ def _parser():
         "--write", type=Path, metavar="FILE", help="write the page to this file, not to stdout"
     )
     parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-s", type=positive(float), default=300.0, help="seconds for one model class")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for one model class")
     return parser
 
 

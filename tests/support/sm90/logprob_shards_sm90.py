@@ -10,6 +10,7 @@ import torch
 from cases import poison_memory
 from sm90_engine import clusters
 
+from liger.distributed.vocab import sm90 as engine
 from liger.distributed.vocab import sm90_logprobs as shards
 
 
@@ -26,9 +27,14 @@ class Results(NamedTuple):
 @contextlib.contextmanager
 def group_of(ranks):
     """Plans are for a group of so many devices like this one."""
+
+    def rank_classes(vocab_size, _):
+        return -(-vocab_size // ranks)
+
     with (
-        patch.object(shards, "clusters_for", lambda *_: clusters()),
-        patch.object(shards, "rank_classes", lambda vocab, _: -(-vocab // ranks)),
+        patch.object(engine, "clusters_for", lambda *_: clusters()),
+        patch.object(engine, "rank_classes", rank_classes),
+        patch.object(shards, "rank_classes", rank_classes),
     ):
         yield
 

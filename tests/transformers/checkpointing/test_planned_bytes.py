@@ -10,7 +10,7 @@ import saved_bytes as counted
 from planned_llama import FEWEST
 
 import liger
-from liger.transformers.checkpointing import decoder_layers, offload
+from liger.transformers.checkpointing import attention_calls, decoder_layers, offload
 from liger.transformers.checkpointing.memory_plan import State
 from liger.transformers.checkpointing.offload import HostStore
 from liger.transformers.checkpointing.saved_bytes import (
@@ -31,7 +31,7 @@ def recomputing(model, state, store):
     """The patched model with all layers in a state."""
     layers = decoder_layers.find(patched(model))
     switches = decoder_layers.Switches(model, layers, store)
-    switches.intercept()
+    [attention_calls.intercept(layer) for layer in layers]
     switches.leaving = [True] * len(layers)
     switches.turn((state,) * len(layers))
     return model
