@@ -25,7 +25,7 @@ _SEVERAL = re.compile(r"^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):(.*)$", re.S)
 _CONTINUED = re.compile(r"^( +(?:\*{0,2}\w+, )*\*{0,2}\w+),\n +(?=(?:\*{0,2}\w+, )*\*{0,2}\w+:)", re.M)
 # A description of results with a colon: griffe takes the text before it for the type, unless there is one.
 _RETURNS = re.compile(r"^ *Returns:\n +(?=[^\n]*: )", re.M)
-_SOURCE = re.compile(r"^(\s*)(Sources?):(?= \S)", re.M)
+_HEADING = re.compile(r"^(\s*)(?:(Sources?):(?= \S)|(Example)::$)", re.M)
 
 
 class Docstrings(griffe.Extension):
@@ -67,7 +67,7 @@ def markdown(text: str, package: griffe.Module) -> str:
 
     text = _ROLE.sub(reference, _one_name_each(text))
     text = _PAGE.sub(lambda match: f"[docs/{match[1]}.md](../docs/{match[1]}.md)", text)
-    return _SOURCE.sub(r"\1**\2:**", text)
+    return _HEADING.sub(lambda match: f"{match[1]}**{match[2] or match[3]}:**", text)
 
 
 def _one_name_each(text: str) -> str:

@@ -233,7 +233,14 @@ def test_every_public_name_is_in_the_reference(site):
 def test_a_reference_entry_has_shapes_errors_and_source(site):
     page = (site / "api" / "liger_layers" / "index.html").read_text()
     entry = page.partition('id="liger.rms_norm"')[2].partition('id="liger.rms_norm_gated"')[0]
-    for text in ("(..., H), float16", "Raises:", "RuntimeError", "<strong>Source:</strong>", "Returns:"):
+    for text in (
+        "(..., H), float16",
+        "Raises:",
+        "RuntimeError",
+        "<strong>Source:</strong>",
+        "<strong>Example:</strong>",
+        "Returns:",
+    ):
         assert text in entry
     # A colon within the description of the results.
     assert "(q, k) rotated: new tensors" in (site / "api" / "liger_rope" / "index.html").read_text()
