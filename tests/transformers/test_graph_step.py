@@ -85,6 +85,28 @@ def test_steps_with_an_optimizer(max_grad_norm):
     torch.testing.assert_close(after[1], after[0])
 
 
+def test_an_optimizer_that_is_changed_from_outside():
+    """The graphs read a tensor, which an assigned learning rate fills, and no state that was replaced."""
+    model = a_model()
+    optimizer = capturable_sgd(model.parameters())
+    saved = optimizer.state_dict()
+    step = graph_step(model, optimizer)
+    (rate,) = (group["lr"] for group in optimizer.param_groups)
+    for batch in batches(4, 1, 6):
+        step(**given(batch))
+    assert step.graphs.captures == 1
+    optimizer.param_groups[0]["lr"] = 0.05
+    step(**given(batch))
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(0.05)
+    optimizer.load_state_dict(saved)
+    for count, batch in enumerate(batches(4, 1, 6)):
+        assert step.graphs.captures == (count == 0)
+        step(**given(batch))
+    assert step.graphs.captures == 1
+    (group,) = optimizer.param_groups
+    assert group["capturable"] is True and isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
+
+
 def test_gradients_without_an_optimizer():
     """They accumulate, and follow zero_grad of either kind."""
     model, expected = a_model(), a_model()

@@ -39,7 +39,8 @@ def graph_step(
       shape, with -100 as labels. A shape that is rare, such as the last batch of an epoch, runs without a
       graph.
     - **With an optimizer**, its settings become ``capturable=True`` and its learning rates tensors, which
-      schedulers of torch fill. Other settings are those of the capture.
+      schedulers and assignments fill. Other settings are those of the capture. After its
+      ``load_state_dict()`` all shapes are captured again.
     - **Without one**, a call adds to the gradients, so a call per micro-batch accumulates, and
       ``optimizer.step()`` and ``zero_grad()`` follow as usual. From the capture on gradients lie in the same
       memory at every step.
@@ -125,13 +126,17 @@ class _GraphStep:
         self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = _device_of(model, self.parameters)
-        if optimizer is not None:
-            _make_capturable(optimizer, self.parameters)
         self.graphs, self.shapes = _Graphs(self.device), {}
+        # With an optimizer: its settings, and the learning rates that the graphs read.
+        self.groups, self.rates = None, []
+        if optimizer is not None:
+            self._follow_optimizer()
         # Without an optimizer: the parameters with gradients, and the memory of each from the capture on.
         self.trained: dict[Tensor, Tensor | None] = {}
 
     def __call__(self, **inputs: Tensor) -> Tensor:
+        if self.optimizer is not None:
+            self._follow_optimizer()
         shape = self._shape_of(inputs)
         if self.optimizer is not None and any(p.grad is not None for p in self.parameters):
             raise ValueError(
@@ -151,6 +156,20 @@ class _GraphStep:
             shape.inputs[name].copy_(value, non_blocking=True)
         self._lay_gradients()
         return shape.replay()
+
+    def _follow_optimizer(self):
+        """Graphs read the states and learning rates of their capture: starts again after load_state_dict,
+        which replaces both, and add_param_group, and writes learning rates that were assigned into the
+        tensors."""
+        if self.groups is not self.optimizer.param_groups or len(self.groups) != len(self.rates):
+            _make_capturable(self.optimizer, self.parameters)
+            self.groups = self.optimizer.param_groups
+            self.rates = [group["lr"] for group in self.groups]
+            if self.shapes:
+                self.graphs, self.shapes = _Graphs(self.device), {}
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            if group["lr"] is not rate:
+                group["lr"] = rate.fill_(group["lr"])
 
     def _shape_of(self, inputs):
         for name, value in inputs.items():

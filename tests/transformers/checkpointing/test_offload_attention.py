@@ -185,6 +185,15 @@ def test_copies_that_take_longer_than_a_layer(hidden, monkeypatch):
 # --- the order of copies ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
+def test_streams_of_devices_without_streams(device):
+    """Their copies are done when they return."""
+    streams, memory = Streams(torch.device(device)), torch.zeros(3)
+    streams.copy(streams.back, memory, torch.ones(3))
+    streams.current().wait_event(streams.back.record_event())
+    assert memory.tolist() == [1, 1, 1] and not streams.block(8).is_pinned()
+
+
 class Recorder(Streams):
     """Streams whose work is done at once, and written down: the calls of a program in their order."""
 

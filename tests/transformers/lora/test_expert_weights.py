@@ -69,6 +69,16 @@ def wrappers_of(model):
     return [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
 
 
+def test_experts_that_are_compiled_alone():
+    """With the adapters of their wrappers, also after a call without them."""
+    ours, theirs = pair()
+    for experts in experts_of(ours):
+        experts.compile(backend="eager")
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert_same_loss(ours, theirs)
+    assert_same_loss(ours, theirs)
+
+
 class Dense(TorchDispatchMode):
     """Counts the results with the size of the weights of all experts."""
 

@@ -67,7 +67,7 @@ def _redistribute_rows(call, name, tokens):
 def _backward(call):
     logits, tokens = call["logits"], _tokens_of(call["logits"])
     _redistribute_rows(call, "grad_loss", tokens)
-    call.redistribute(tokens, "logits", "target")
+    call.redistribute(tokens, "logits", "target", "token_weight")
     call.redistribute(where_sharded(tokens, Shard(1)), "stats")
     call.redistribute(call.replicated, "used_denominator", "ce_weight")
     return call.results(tokens, logits.shape[:1])

@@ -5,10 +5,12 @@ import torch
 
 
 class Streams:
-    """The stream that computes, and two for copies. On a CPU every copy is done when it returns."""
+    """The stream that computes, and two for copies. Elsewhere than on a GPU a copy is done when it returns."""
 
     def __init__(self, device):
-        self.device, self._module = device, torch.get_device_module(device)
+        self.device = device
+        # torch.cpu has streams that do nothing; the modules of other devices have none, or others.
+        self._module = torch.cuda if device.type == "cuda" else torch.cpu
         self.leave, self.back = self._module.Stream(device), self._module.Stream(device)
 
     def current(self):
@@ -23,7 +25,7 @@ class Streams:
 
     def copy(self, stream, target, source):
         with self._module.stream(stream):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=self._module is torch.cuda)
 
     @staticmethod
     def used_by(tensor, stream):

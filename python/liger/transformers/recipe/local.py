@@ -9,7 +9,11 @@ from typing import Any
 class Local(threading.local):
     """A value of each thread; None outside of :meth:`holding`."""
 
-    value: Any = None
+    value: Any
+
+    def __init__(self):
+        # In every thread. A class attribute is a constant to torch.compile.
+        self.value = None
 
     @contextlib.contextmanager
     def holding(self, value):
