@@ -56,8 +56,10 @@ def require_tag(wheel, version):
 
 
 def require_bill_of_materials(wheel, version, cuda):
-    """A CycloneDX document of this version that names the CUDA runtime if, and only if, that is inside."""
+    """A CycloneDX document of this version that names the CUDA runtime, and pybind11 with every torch of
+    liger._C, if, and only if, they are inside."""
     with zipfile.ZipFile(wheel) as archive:
+        extensions = [n for n in archive.namelist() if Path(n).name.startswith(UNSTABLE)]
         names = [n for n in archive.namelist() if n.endswith(".dist-info/sboms/liger-ops.cdx.json")]
         if not names:
             raise Failure(f"{Path(wheel).name} has no bill of materials in .dist-info/sboms")
@@ -68,10 +70,18 @@ def require_bill_of_materials(wheel, version, cuda):
         raise Failure(f"the bill of materials is of version {found}, expected {version}")
     components = {component["name"] for component in document["components"]}
     expected = {"torch"} | ({"cuda-cudart", "nvtx", "cccl"} if cuda else set())
+    expected |= {"pybind11"} if extensions else set()
     if components != expected:
         raise Failure(
             f"the bill of materials has the components {sorted(components)}, expected {sorted(expected)}"
         )
+    torches = [c["version"] for c in document["components"] if c["name"] == "torch"]
+    for library in extensions:
+        abi = library.rpartition("_torch_")[2].removesuffix(".so")
+        if not any(f"{re.sub('[^0-9A-Za-z]', '_', version)}_".startswith(f"{abi}_") for version in torches):
+            raise Failure(
+                f"the bill of materials has torch {', '.join(torches)}, but not the one of {library}"
+            )
     try:
         from cyclonedx.schema import SchemaVersion
         from cyclonedx.validation.json import JsonStrictValidator

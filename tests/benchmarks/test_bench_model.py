@@ -139,6 +139,18 @@ def test_offloaded_inputs_keep_the_bits(tmp_path, capsys):
     assert "2x16 same bits: True" in capsys.readouterr().out
 
 
+def test_other_results_are_seen(monkeypatch):
+    """Other bits with inputs in host memory, and another first loss of ranks."""
+    monkeypatch.setattr(model_offload, "_digest", lambda tensors, seen=[]: seen.append(1) or len(seen))
+    settings = ["--setting", "device", "--setting", "offload"]
+    assert model_offload.main(["--self-test", "2x16", *settings, "--steps", "1"]) == 1
+    losses = {PLAIN: ("plain", 6.0), OURS: ("ours", 6.1), "liger-kernel": ("liger-kernel", 6.001)}
+    providers = {n: {"group": g, "status": "ok", "first_loss": loss} for n, (g, loss) in losses.items()}
+    model_ranks._compare({"providers": providers})
+    assert [p["status"] for p in providers.values()] == ["ok", "wrong", "ok"]
+    assert providers[OURS]["reason"] == "loss 6.1, unpatched 6"
+
+
 @pytest.fixture
 def new_processes(monkeypatch):
     """No forks: an earlier test may have started threads of autograd here, which a fork does not have."""

@@ -89,5 +89,10 @@ def test_a_few_rows_at_a_time(tmp_path, capsys):
     names = [row["name"] for row in json.loads(both.read_text())["rows"]]
     assert len(names) == 2 and "softcap" in names[0] and "smoothing" in names[1]
     assert "Times relative to three GEMMs" in both.with_suffix(".md").read_text()
+    other = json.loads(files[1].read_text())
+    other["environment"]["device"] = "another"
+    files[1].write_text(json.dumps(other))
+    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 2
+    assert "runs of different device: " in capsys.readouterr().err
     assert cli.main(["--heads", "--self-test", "--rows", "no such row"]) == 2
     assert "no row has no such row in its name" in capsys.readouterr().err

@@ -104,7 +104,24 @@ def test_a_target_is_met_by_one_provider_in_all_it_asks():
     assert line["measured"] == "1.050 x three GEMMs, 1000 MiB, error 1.02x"
 
 
-# --- the command --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("metric", "met", "missed", "limits"),
+    [
+        ("x three GEMMs", 1.2, 1.0, {"no_more_than": "base"}),
+        ("of copy speed", 0.96, 0.97, {}),
+        ("TB/s", 1.9, 1.95, {}),
+        ("x three GEMMs", 1.2, 1.0, {"mib": 900}),
+    ],
+)
+def test_targets_of_every_kind(metric, met, missed, limits):
+    record = goal_record(mine=(1.04, 900.5, 2e-3))
+    base = goal_record(base=(1.0, 900, 2e-3))["providers"]["base"]
+    record["providers"]["base"] = {**base, "group": "ceiling"}
+    assert reached(record, metric, met, **limits)["met"] is True
+    assert reached(record, metric, missed, **limits)["met"] is False
+    for mib, expected in ((902, False), (None, None)):
+        record["providers"]["mine"]["peak_mib"] = mib
+        assert reached(record, metric, met, **limits)["met"] is (expected if limits else True)
 
 
 # --- how it starts ------------------------------------------------------------------------------------------

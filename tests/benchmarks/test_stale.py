@@ -88,6 +88,17 @@ def test_a_change_of_code_is_one(checkout, name, before, after, is_changed, comm
     assert checkout.reasons() == {"softmax": why, "rms_norm": None}
 
 
+def test_other_commits_and_uncommitted_changes_are_stale(checkout):
+    for commit in ("0123456789", None):
+        assert checkout.reasons(commit=commit)["softmax"] == f"commit {commit} is not in this history"
+    checkout.git("checkout", "-q", "-b", "side")
+    checkout.write("notes", "")
+    side = checkout.commit()
+    checkout.git("checkout", "-q", "main")
+    assert "is not in this history" in checkout.reasons(commit=side)["softmax"]
+    assert "with changes on top" in checkout.reasons(modified=True)["softmax"]
+
+
 def test_every_benchmark_has_its_files_and_every_name_a_file():
     assert set(depends.OPS) == set(liger_bench.OPS)
     assert set(depends.EXPERIMENTS) == set(MODULES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What CMake makes of build settings: CUDA kernels or none, architectures, liger._C."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from packages import ROOT, call
 
 from liger._core.runtime import load
@@ -37,7 +39,8 @@ def test_the_extension_as_a_build_setting(tmp_path, value):
 
 
 def test_the_extension_for_further_versions(tmp_path):
-    """Of Python and torch: each pair once."""
+    """Of Python and torch: each pair once. The bill of materials names every torch, and pybind11."""
+    pybind11 = pytest.importorskip("pybind11")
     for version in ("2.10.3+cpu", "2.99.0.dev20270101", "0"):
         header = tmp_path / version / "include/torch/csrc/autograd/saved_variable.h"
         header.parent.mkdir(parents=True)
@@ -47,7 +50,7 @@ def test_the_extension_for_further_versions(tmp_path):
     folders = ";".join(str(tmp_path / name) for name in ("2.10.3+cpu", "2.99.0.dev20270101", "0"))
     code, output = configure(
         *(tmp_path / "build", f"-DLIGER_EXTENSION_TORCH_DIRS={folders}"),
-        f"-DLIGER_EXTENSION_PYTHONS={sys.executable}",
+        *(f"-DLIGER_EXTENSION_PYTHONS={sys.executable}", f"-DSKBUILD_METADATA_DIR={tmp_path / 'metadata'}"),
         LIGER_BUILD_CUDA=0,
     )
     assert code == 0
@@ -55,6 +58,14 @@ def test_the_extension_for_further_versions(tmp_path):
     found = re.findall(r"liger: liger._C for (\S+) and torch (\S+)", output)
     assert found[1:] == [(python, "2_10"), (python, "2_99_0_dev20270101")] and found[0][0] == python
     assert f"and {tmp_path / '0'}: {header} is missing" in output
+    document = json.loads((tmp_path / "build/liger-ops.cdx.json").read_text())
+    here = torch.__version__.partition("+")[0]
+    refs = [
+        *(f"torch@{v}" for v in (here, "2.10.3", "2.99.0.dev20270101")),
+        f"pybind11@{pybind11.__version__}",
+    ]
+    assert [c["purl"] for c in document["components"]] == [f"pkg:pypi/{ref}" for ref in refs]
+    assert document["dependencies"] == [{"ref": "liger-ops", "dependsOn": refs}]
 
 
 def path_without_nvcc():

@@ -95,9 +95,11 @@ def test_wheel_has_a_bill_of_materials(wheel):
         document = json.loads(archive.read(name))
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
     assert document["metadata"]["component"]["version"] == wheel[0].name.split("-")[1]
-    (built_with,) = document["components"]
+    built_with, binding = document["components"]
     assert built_with["purl"] == f"pkg:pypi/torch@{torch.__version__.partition('+')[0]}"
-    assert document["dependencies"] == [{"ref": "liger-ops", "dependsOn": ["torch"]}]
+    assert binding["name"] == "pybind11"
+    refs = [component["bom-ref"] for component in document["components"]]
+    assert document["dependencies"] == [{"ref": "liger-ops", "dependsOn": refs}]
 
 
 @pytest.mark.parametrize(

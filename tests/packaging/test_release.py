@@ -151,14 +151,23 @@ def test_every_architecture_of_a_release_is_recorded():
 # --- wheels -------------------------------------------------------------------------------------------------
 
 
-def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manylinux_2_28_x86_64", name=None):
+def a_wheel(
+    folder,
+    components=("torch",),
+    version="0.2.0",
+    tag="py3-none-manylinux_2_28_x86_64",
+    name=None,
+    extension=None,
+):
     folder.mkdir(exist_ok=True)
     path = folder / f"liger_ops-0.2.0-{name or tag}.whl"
     document = {
         "metadata": {"component": {"name": "liger-ops", "version": version}},
-        "components": [{"type": "library", "name": c} for c in components],
+        "components": [{"type": "library", "name": c, "version": "2.10.3"} for c in components],
     }
     with zipfile.ZipFile(path, "w") as archive:
+        if extension:
+            archive.writestr(f"liger/libliger_C_{extension}.so", "")
         archive.writestr(
             zipfile.ZipInfo("liger_ops-0.2.0.dist-info/WHEEL"), f"Wheel-Version: 1.0\nTag: {tag}\n"
         )
@@ -181,6 +190,10 @@ REFUSED = [
     ({"components": ()}, ("require_bill_of_materials", "0.2.0", False), "has no bill of materials"),
     ({"version": "0.1.0"}, ("require_bill_of_materials", "0.2.0", False), "is of version 0.1.0, expected 0.2.0"),
     ({}, ("require_bill_of_materials", "0.2.0", True), r"\['torch'\], expected \['cccl', 'cuda-cudart', 'nvtx', '"),
+    ({"extension": "cpython_312_torch_2_10"}, ("require_bill_of_materials", "0.2.0", False),
+     r"\['torch'\], expected \['pybind11', 'torch'\]"),
+    ({"extension": "cpython_312_torch_2_11", "components": ("torch", "pybind11")},
+     ("require_bill_of_materials", "0.2.0", False), "has torch 2.10.3, but not the one of liger/lib"),
     ({}, ("require_size", 0), "has 0.0 MB, the budget is 0 MB"),
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ rows that are all ignored, and with rows in several dimensions."""
 import pytest
 import torch
 from cross_entropy_reference import ALL_METRICS, rows_per_chunk
-from public_callables import CASES, arguments, differentiable_outputs, interpretable, outputs, weighted_sum
+from public_callables import CASES, arguments, interpretable, results, weighted_sum
 
 import liger
 from liger._core.runtime.environment import triton_interpreted
@@ -171,17 +171,20 @@ WITHOUT_COUNT = [
     ("name", "options"), WITHOUT_COUNT, ids=lambda v: v if isinstance(v, str) else "-".join(v)
 )
 def test_nothing_that_counts(name, options, kind, device):
-    """A mean is NaN, as of torch; any other result is zero, and so are gradients."""
+    """A mean is NaN, as of torch, and no class is the most probable one; any other result is zero, and so are
+    gradients."""
     given = arguments(name, device) | options
     if kind == "no rows":
         given = of_all_rows(lambda t: t[:0], given)
     given["target"] = torch.full_like(given["target"], -100)
-    loss, *others = outputs(name, given)
+    loss, *others = found = results(name, given)
     mean = "logprobs" not in name and given.get("reduction", "mean") == "mean"
     assert loss.isnan() if mean else not loss.any()
-    assert not any(other.nan_to_num().any() for other in others)
+    for other in others:
+        assert (other == -1).all() if other.dtype == torch.int64 else not other.nan_to_num().any()
     leaves = [given[key] for key in CASES[name].differentiable]
-    for leaf, grad in zip(leaves, torch.autograd.grad(loss.sum(), leaves), strict=True):
+    total = weighted_sum([r for r in found if r.requires_grad])
+    for leaf, grad in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
@@ -198,11 +201,10 @@ def test_rows_in_several_dimensions(name, shape, device):
     }
     runs = []
     for tensors in (given, shaped | {"target": shaped["target"].int()}):
-        results = differentiable_outputs(name, tensors)
-        grads = torch.autograd.grad(
-            weighted_sum(results), [tensors[key] for key in CASES[name].differentiable]
-        )
-        runs.append([*results, *grads])
+        found = results(name, tensors)
+        total = weighted_sum([r for r in found if r.requires_grad])
+        grads = torch.autograd.grad(total, [tensors[key] for key in CASES[name].differentiable])
+        runs.append([*found, *grads])
     rows = len(given["target"])
     for flat, other in zip(*runs, strict=True):
         per_row = flat.shape[:1] == (rows,)

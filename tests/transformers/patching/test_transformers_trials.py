@@ -149,17 +149,23 @@ def test_a_flag_of_the_module_decides():
     assert not isinstance(gated_mlp.mlp(module, GATED, True), str)
 
 
-def test_a_dropout_before_the_head_keeps_the_loss():
-    """It is the model's own code, which runs as ever; a trial that sees other logits is careful."""
+@pytest.mark.parametrize("what", ["dropout", "clamp"])
+def test_heads_with_other_logits_for_some_numbers_or_in_training_keep_their_loss(what):
+    """Dropout before the head is the model's own code, which runs as ever; a trial that sees other logits is
+    careful."""
 
-    class Dropping(transformers.LlamaForCausalLM):
+    class Changed(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
-            hidden = nn.functional.dropout(self.model(input_ids, **kwargs)[0], 0.1, self.training)
+            hidden = self.model(input_ids, **kwargs)[0]
+            if what == "dropout":
+                hidden = nn.functional.dropout(hidden, 0.1, self.training)
             logits = self.lm_head(hidden)
+            if what == "clamp":
+                logits = logits.clamp(-1e4, 1e4)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=300)
             return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
-    report = lt.patch_report(liger.patch(Dropping(make("llama").config)))
+    report = lt.patch_report(liger.patch(Changed(make("llama").config)))
     assert "changes the logits" in report.left[""]
 
 

@@ -23,7 +23,7 @@ from .layer import Part, is_lora, part_of, stand_in, why_not
 from .linear import linears
 
 # Attribute of the first layer of a group: the layers after it.
-_FOLLOWERS = "_liger_followers"
+FOLLOWERS = "_liger_followers"
 
 
 # (x, its version, layer -> its result) of the latest group.
@@ -48,7 +48,7 @@ class LoraLinearRecipe:
             part = part_of(self, x)
             if part is None:
                 return original.forward(self, x)
-            followers = self.__dict__.get(_FOLLOWERS)
+            followers = self.__dict__.get(FOLLOWERS)
             return _run_group(self, part, followers, x) if followers else linears(x, [part])[0]
 
         return {"forward": functools.wraps(original.forward)(forward)}
@@ -124,13 +124,13 @@ def group_layers(module):
     children = module._modules.items()
     layers = {name: child for name, child in children if isinstance(recipe_of(child), LoraLinearRecipe)}
     for child in layers.values():
-        child.__dict__.pop(_FOLLOWERS, None)
+        child.__dict__.pop(FOLLOWERS, None)
     if len(layers) < 2 or instance_forward(module) is not None:
         return
     for names in _called_with_one_argument(trials.original(module).forward):
         group = [layers[name] for name in names if name in layers]
         if len(group) > 1:
-            group[0].__dict__[_FOLLOWERS] = tuple(group[1:])
+            group[0].__dict__[FOLLOWERS] = tuple(group[1:])
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ..head import causal_lm
 from ..head.kind import kind_of
 from ..head.loss import patch_head, restore_forward, sharing_embeddings
 from ..lora.expert_weights import expert_weight
-from ..lora.recipe import group_layers, lora_linear
+from ..lora.recipe import FOLLOWERS, group_layers, lora_linear
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
 from ..norms.residual import AddNormRecipe
@@ -155,8 +155,8 @@ def _restore(model):
     for module in model.modules():
         restore_class(module)
         restore_forward(module)
-        module.__dict__.pop(LEFT, None)
-        module.__dict__.pop(NOT_ASKED, None)
+        for name in (LEFT, NOT_ASKED, FOLLOWERS):
+            module.__dict__.pop(name, None)
 
 
 def apply(model: nn.Module, options: Options) -> PatchReport:

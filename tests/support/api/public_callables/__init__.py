@@ -13,7 +13,7 @@ from liger._core.runtime.environment import triton_interpreted
 
 # Each of these modules adds its cases to CASES.
 from . import ops, rows, sequences, policy, distillation, modules  # noqa: F401  isort: skip
-from .case import CASES, Case, arguments, cases, differentiable_outputs, outputs, weighted_sum  # noqa: F401
+from .case import CASES, Case, arguments, cases, differentiable_outputs, outputs, results, weighted_sum  # noqa: F401
 
 # What is public and no op, loss or module of tensors, or cannot run in one process.
 EXEMPT = {

@@ -59,11 +59,15 @@ def arguments(name, device="cpu", dtype=torch.float32, requires_grad=True):
     return made
 
 
+def results(name, given):
+    """The results that there are of a case, as a tuple."""
+    found = CASES[name].call(**given)
+    return tuple(r for r in (found if isinstance(found, tuple) else (found,)) if r is not None)
+
+
 def outputs(name, given):
     """The results of a case that float, as a tuple."""
-    result = CASES[name].call(**given)
-    result = result if isinstance(result, tuple) else (result,)
-    return tuple(r for r in result if r is not None and r.is_floating_point())
+    return tuple(r for r in results(name, given) if r.is_floating_point())
 
 
 def differentiable_outputs(name, given):
