@@ -151,3 +151,21 @@ def test_failures_crashes_and_missing_packages_are_results(monkeypatch, tmp_path
     monkeypatch.setattr(process, "outcome", lambda *_: {"status": "ok", "again": True})
     assert "again" not in fill(tmp_path)[1]["refusing @ 1"]
     assert fill(tmp_path, retry=True)[1]["refusing @ 1"]["again"]
+
+
+def test_cells_of_two_gpus(monkeypatch, tmp_path):
+    """Each sees one GPU, a cell of two GPUs both; after an error for lack of memory no larger one runs."""
+
+    def measure(cell, machine):
+        if cell.key == "b @ 1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cells = [*sizes("a", 2), *sizes("b", 2), Cell("both", "1", gpus=2), *sizes("c", 1)]
+    fake(monkeypatch, measure, cells)
+    left, found, _ = fill(tmp_path, gpus=2, parallel=True)
+    assert left == 0 and found["b @ 2"]["inferred"]
+    gpus = {key: record["gpu"] for key, record in found.items() if record["status"] == "ok"}
+    assert gpus.pop("both @ 1") == ""
+    assert set(gpus) == {"a @ 1", "a @ 2", "c @ 1"} and set(gpus.values()) <= {"0", "1"}

@@ -15,7 +15,6 @@ from liger._core.op import backend
 from liger._core.op.backend import FAMILIES, BackendUnavailable, parse
 from liger._core.runtime import load
 
-RMS_NORM = FAMILIES["rms_norm"]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )

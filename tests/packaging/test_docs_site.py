@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +159,23 @@ def test_result_pages_lead_to_the_newest_run(some_results):
     assert "| rope | [2 January 2026](new.md#rope) |" in pages["README.md"]
     assert "# Results of rope, jsd: H200, 2 January 2026" in pages["new.md"]
     assert all("exclude: true" in page for page in pages.values())
+
+
+def test_superseded_results_are_archived(some_results):
+    """One after the other: nothing of the archive is lost, and the same files give the same bytes."""
+    results, folder = module("result_pages"), some_results / "benchmarks" / "results"
+    (some_results / "docs" / "page.md").write_text("[run](../benchmarks/results/quick.json)")
+    assert results.superseded(some_results) == ["old.json", "other.json"]
+    before = (folder / "old.json").read_bytes()
+    results.archive(some_results, ["other.json"])
+    results.archive(some_results, ["old.json"])
+    assert {path.name for path in folder.iterdir()} == {"new.json", "quick.json", results.ARCHIVE}
+    once = (folder / results.ARCHIVE).read_bytes()
+    results.archive(some_results, [])
+    assert (folder / results.ARCHIVE).read_bytes() == once
+    with tarfile.open(folder / results.ARCHIVE) as archive:
+        assert archive.getnames() == ["old.json", "other.json"]
+        assert archive.extractfile("old.json").read() == before
 
 
 def test_links_to_data_lead_to_their_pages(tmp_path):

@@ -10,7 +10,14 @@ import in_shards
 import pytest
 import torch
 from cross_entropy_reference import leaves, random_layer
-from processes import assert_same_bits, in_processes, needs_gloo, on_processes, part_of
+from processes import (
+    assert_same_bits,
+    in_processes,
+    needs_gloo,
+    of_the_torch_backend,
+    on_processes,
+    part_of,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -228,6 +235,7 @@ def _layouts(works, rank, world):
 
 @pytest.mark.slow
 @needs_gloo
+@of_the_torch_backend
 @pytest.mark.parametrize("work", WORK)
 def test_layouts(work, tmp_path):
     """Sequences of 7 tokens on two processes: shards of different sizes; several chunks."""

@@ -19,6 +19,7 @@ from liger._core.runtime.environment import triton_interpreted
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
 )
+of_the_torch_backend = pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend")
 _TIMEOUT = 240
 
 
@@ -72,8 +73,7 @@ class _Body:
 def in_processes(*worlds, slow=True, timeout=_TIMEOUT):
     """Makes a test of ``function(rank, world)``, which runs in every process of a group, once for each of the
     numbers of processes; of the torch backend."""
-    marks = [needs_gloo, pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend")]
-    marks += [pytest.mark.slow] if slow else []
+    marks = [needs_gloo, of_the_torch_backend, *([pytest.mark.slow] if slow else [])]
 
     def make(function):
         def test(tmp_path, world):

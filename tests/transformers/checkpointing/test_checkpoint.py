@@ -53,6 +53,15 @@ def test_gradients_when_the_first_step_is_measured(when, capsys):
     assert "at 22 tokens; peak not measured yet" in seen[0][1] and "peak at most" in seen[1][1]
 
 
+def test_micro_batches_with_and_without_earlier_gradients_have_plans_of_their_own():
+    model = lt.checkpoint(llama(), PLENTY)
+    for _ in range(3):
+        model.zero_grad()
+        for tokens in (11, 8, 11):
+            model(**tiny_models.batch(tokens=tokens)).loss.backward()
+    assert planners(model)[0].kept == {False: MOST, True: MOST}
+
+
 def test_none_restores_checkpointing():
     model = llama()
     methods.enable(model)

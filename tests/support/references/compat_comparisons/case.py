@@ -28,11 +28,6 @@ def compare(source, names, ours, formula, *tensors):
         CASES[source, name] = Case(ours, formula, tensors)
 
 
-def applied(function, *rest, **keywords):
-    """``function.apply(*tensors, *rest)``."""
-    return function.apply, rest, keywords
-
-
 def random(*shape, seed=0, grad=True):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).requires_grad_(grad)
