@@ -21,7 +21,7 @@ def _check_table(q, tokens, freqs_cis):
             f"tokens, rotary_dim / 2) for q of shape {tuple(q.shape)}"
         )
     check_device("complex_rope", "freqs_cis", freqs_cis, "q", q)
-    if freqs_cis.requires_grad:
+    if torch.is_grad_enabled() and freqs_cis.requires_grad:
         raise RuntimeError(
             "complex_rope: freqs_cis requires grad, but complex_rope is differentiable in q and k only"
         )

@@ -117,5 +117,7 @@ def mrope(
     _check_tables(q, 3 - unsqueeze_dim, cos, sin)
     section = list(mrope_section)
     _check_section(cos, section, interleaved_sections)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise RuntimeError("mrope: cos or sin requires grad, but mrope is differentiable in q and k only")
     cos, sin = (_merged(table, section, interleaved_sections) for table in (cos, sin))
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, inplace=inplace)
