@@ -5,7 +5,7 @@ import torch
 
 
 class Streams:
-    """The stream that computes, and two for copies. Elsewhere than on a GPU a copy is done when it returns."""
+    """The stream that computes, and two for copies. Elsewhere than on a GPU copies are done on return."""
 
     def __init__(self, device):
         self.device = device
