@@ -39,7 +39,7 @@ def graph_step(
       shape, with -100 as labels. A shape that is rare, such as the last batch of an epoch, runs without a
       graph.
     - **With an optimizer**, its settings become ``capturable=True`` and its learning rates tensors, which
-      schedulers and assignments fill. Other settings are those of the capture. After its
+      schedulers and assignments fill. Other settings stay as captured. After its
       ``load_state_dict()`` all shapes are captured again.
     - **Without one**, a call adds to the gradients, so a call per micro-batch accumulates, and
       ``optimizer.step()`` and ``zero_grad()`` follow as usual. From the capture on gradients lie in the same

@@ -150,7 +150,7 @@ def test_backwards_add_up(pair):
 
 
 def assert_as_exact(ours, theirs, best):
-    """Loss and gradients are no further from those of float32 than the unpatched model's: over each tensor,
+    """Loss and gradients are no further from float32 than the unpatched model's: over each tensor,
     since luck decides which of two equally exact models comes closer at one element."""
     pairs = {"loss": [result[0].loss for result in (ours, theirs, best)]}
     pairs |= {name: [result[1][name] for result in (ours, theirs, best)] for name in best[1]}
