@@ -122,6 +122,8 @@ def takes(x, parameters, wrappers):
     )
 
 
+# The grouped GEMMs ask for the addresses of their operands, which a traced tensor does not have.
+@torch.compiler.disable(reason="liger: experts with adapters run eagerly")
 def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
     """:meth:`ExpertsRecipe.run` with adapters."""
     operand, *parameters = autocast_operands(x, *parameters, *[None] * (4 - len(parameters)))
