@@ -93,8 +93,8 @@ def collate(rows):
     return {**batch, "skip_logits": True, "use_cache": False}
 
 
-def load(settings):
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+def load(settings, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
     if not settings.full:
         from peft import LoraConfig, get_peft_model
@@ -102,7 +102,7 @@ def load(settings):
         adapters = LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear")
         model = get_peft_model(model, adapters)
     liger.patch(model)
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         # Recomputes as many layers as the memory of this GPU asks for, and no more.
         liger.transformers.checkpoint(model)
     return model
@@ -122,7 +122,7 @@ def main():
     held_out, train = examples[: settings.held_out], examples[settings.held_out :]
 
     trainer = Trainer(
-        model=load(settings),
+        model=load(settings, training.device),
         args=training,
         train_dataset=packed(train, settings.length),
         eval_dataset=packed(held_out, settings.length),
@@ -135,7 +135,7 @@ def main():
     trainer.save_model()
     print(f"saved to {training.output_dir}: {'weights' if settings.full else 'adapters'} and tokenizer")
     print(liger.transformers.patch_report(trainer.model))
-    if torch.cuda.is_available():
+    if training.device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 

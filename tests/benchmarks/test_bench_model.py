@@ -124,7 +124,8 @@ def test_adapters(tmp_path):
     path = tmp_path / "model.json"
     assert bench_model.main(["--self-test", "2x16", "--lora", "4", "--json", str(path)]) == 0
     (record,) = json.loads(path.read_text())["rows"]
-    providers = {name: p["status"] for name, p in record["providers"].items() if p["status"] != "missing"}
+    # The kernels of liger-kernel do not run on a CPU.
+    providers = {name: p["status"] for name, p in record["providers"].items() if name != "liger-kernel"}
     assert providers == dict.fromkeys(("transformers", "liger[torch]", "liger[torch], layers of PEFT"), "ok")
 
 

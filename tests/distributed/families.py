@@ -261,8 +261,9 @@ def assert_as_exact(ours, theirs, exact, dtype=torch.float32):
     """Losses, gradients and changes of weights are as near to float64 as in the model that is not
     patched.
 
-    A tensor of ``ours`` may err three times as much as the same tensor of ``theirs``, or as the median tensor
-    of its kind. Where the one model has no gradient, neither has the other.
+    A tensor of ``ours`` may err three times as much (on a GPU, whose sums have no fixed order, four times) as
+    the same tensor of ``theirs``, or as the median tensor of its kind. Where the one model has no gradient,
+    neither has the other.
     """
     wrong = []
     for kind in Result._fields:
@@ -293,7 +294,8 @@ def _errors(ours, theirs, exact, dtype):
     errors = {name: error(theirs[name], goals[name]) for name in names}
     median = sorted(errors.values())[len(errors) // 2]
     for name in names:
-        found, allowed = error(ours[name], goals[name]), 3 * max(errors[name], median)
+        found = error(ours[name], goals[name])
+        allowed = (4 if ranks.ON_GPU else 3) * max(errors[name], median)
         allowed += units * torch.finfo(dtype).eps
         if not found <= allowed:
             yield f"{name}: error {found:.3g}, allowed {allowed:.3g}"

@@ -10,6 +10,7 @@ from sm90_engine import BFLOAT16, GRADIENT, MIB
 import liger
 from liger._core.head.lm_head import Sm90LMHeadGradients
 from liger.ops.fused_linear_divergence.op import fused_linear_distillation
+from liger.ops.fused_linear_divergence.rows import Terms
 
 pytestmark = pytest.mark.gpu
 # rows, hidden, vocab, budget
@@ -170,16 +171,15 @@ def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
     target = torch.randint(vocab, (rows,), device=sm90)
     target[::6] = -100
     options = {"beta": 0.5, "temperature": 1.0, "soft": 1.0, "hard": 0.0, **how}
-    settings = [options[name] for name in ("divergence", "beta", "temperature", "soft", "hard")]
+    terms = Terms(**options, ignore_index=-100)
 
     def run(wide=False):
         x, weight, *teacher = (t.double() if wide else t for t in values)
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
         weights = torch.full((rows,), 1 / rows, device=sm90, dtype=torch.float64 if wide else torch.float32)
-        found = fused_linear_distillation(
-            "test", *leaves, *teacher, None, target, None, None, weights, *settings, -100, False, None,
-            2 * vocab * 1400 + 3 * MIB,
-        )  # fmt: skip
+        layer, teacher = (*leaves, target, None), (*teacher, None, None)
+        budget = 2 * vocab * 1400 + 3 * MIB
+        found = fused_linear_distillation("test", layer, teacher, weights, terms, False, None, budget)
         return [loss.detach() for loss in found], torch.autograd.grad(found[0], leaves)
 
     losses, grads = run()

@@ -98,6 +98,7 @@ def test_what_waits_for_the_device_is_not_captured():
 def test_blocks_of_the_documents(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Trainer would copy the model to all GPUs
     page = (Path(__file__).parents[2] / "docs" / "recipes" / "small_batches.md").read_text()
     own_loop, trainer = re.findall(r"```python\n(.*?)```", page, re.S)
     tokens = torch.randint(3, tiny_models.VOCAB, (2, 64)).repeat(8, 1)

@@ -89,7 +89,7 @@ def test_rank_without_image():
 
 def test_no_image():
     """On every rank: gradients of zero or None, as in the plain model."""
-    steps = [[families.batches("gemma3_vl", text_rank=1)[0][1]] * 2] * 2
+    steps = [[families.batches("gemma3_vl", text_rank=1)[0][1]] * ranks.WORLD] * 2
     run("gemma3_vl", steps, find_unused_parameters=True)
 
 

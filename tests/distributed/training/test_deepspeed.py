@@ -96,9 +96,9 @@ def test_class_weights(stage):
     everything = [b for of_rank in batches for b in of_rank]
     with liger.use_backend("torch"):
         logits = torch.cat([plain(ids, target, None) for ids, target in everything])
-    targets = torch.cat([target.flatten() for _, target in everything])
-    expected = torch.nn.functional.cross_entropy(logits, targets, ce_weight.double())
-    expected.backward()
+        targets = torch.cat([target.flatten() for _, target in everything])
+        expected = torch.nn.functional.cross_entropy(logits, targets, ce_weight.double())
+        expected.backward()
     engine = start(model, stage, micro_batches=2)
     try:
         loss, grads = train(engine, batches, ce_weight)

@@ -326,9 +326,10 @@ def test_bad_budget_in_the_environment(device, bad, monkeypatch):
 
 def test_the_gradients_of_gate_and_up_are_summed_with_one_rounding_less(device):
     """The second GEMM adds to the first one's result, where autograd would add two rounded results."""
-    grads = [torch.randn(128, 192, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    weights = [torch.randn(192, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    out = torch.empty(128, 64, device=device, dtype=torch.bfloat16)
+    # Large enough that cuBLAS does not split the inner dimension, whose parts it would sum in bfloat16.
+    grads = [torch.randn(1024, 192, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [torch.randn(192, 1024, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    out = torch.empty(1024, 1024, device=device, dtype=torch.bfloat16)
     Projections(*weights, None, None, 192).write_grad_x(grads, out)
     exact = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
     added = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))

@@ -327,4 +327,4 @@ def test_peak_memory_of_few_tokens(device, backend, tokens, num_shards):
     tiles = plan_tiles(problem, num_shards)
     assert tiles.has_one(tokens)
     assert peak <= of_backward(problem, tiles) + UNSPLIT
-    assert peak <= measured(eager, *inputs)
+    assert peak <= measured(eager, *inputs) + UNSPLIT

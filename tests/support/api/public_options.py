@@ -244,13 +244,15 @@ class _Called(torch.nn.Module):
         self.function = function
         self.options = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
         owned = [name for name, t in given.items() if name not in self.options and _is_parameter(name, t)]
+        self.owned = owned
         self.own = torch.nn.ParameterDict({name: torch.nn.Parameter(given[name].detach()) for name in owned})
         self.names = [name for name in given if name not in self.options and name not in owned]
 
     def forward(self, *inputs):
-        # Not dict(zip()), which torch.compile of torch 2.11 does not trace.
+        # Neither dict(zip()) nor **self.own, which torch.compile of torch 2.11 does not trace.
         given = {name: value for name, value in zip(self.names, inputs, strict=True)}
-        return self.function(**given, **self.own, **self.options)
+        own = {name: self.own[name] for name in self.owned}
+        return self.function(**given, **own, **self.options)
 
 
 class _OfModule(torch.nn.Module):

@@ -16,6 +16,8 @@ from liger.transformers.checkpointing.checkpoint import planners
 LAYERS = 4
 # Where transformers checkpoints the call of a layer, the first one is always recomputed.
 FEWEST = int(decoder_layers.READS_BEFORE_HOOKS)
+# Steps until a choice holds for the first layer, whose function is read before the choice there.
+SETTLING = 1 + FEWEST
 MOST = LAYERS - FEWEST
 PLENTY = 10**9
 

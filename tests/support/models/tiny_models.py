@@ -103,10 +103,12 @@ def assert_same_step(ours, theirs):
     """Two results of :func:`step` agree within a few float32 roundings: loss and every gradient."""
     torch.testing.assert_close(ours[0]["loss"], theirs[0]["loss"], rtol=2e-6, atol=0)
     assert ours[1].keys() == theirs[1].keys()
+    # GEMMs on a GPU sum in another order for each shape.
+    rounding = 5e-5 if ours[0]["loss"].is_cuda else 1e-5
     for name, expected in theirs[1].items():
         scale = expected.abs().max().item()
         torch.testing.assert_close(
-            ours[1][name], expected, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+            ours[1][name], expected, rtol=rounding, atol=rounding * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

@@ -16,6 +16,7 @@ from planned_llama import (
     LAYERS,
     MOST,
     PLENTY,
+    SETTLING,
     assert_bits,
     attention_first,
     free_bytes,
@@ -41,8 +42,9 @@ SUMS = 22 * 4 * 4
 def planned(model, given, **settings):
     """A planned model after a counted step, and its planner."""
     lt.checkpoint(model, PLENTY, **{"offload": True, **settings})
-    set_level(model, 0)
-    seeded_step(model, given)
+    for _ in range(SETTLING):
+        set_level(model, 0)
+        seeded_step(model, given)
     (planner,) = planners(model)
     return planner
 
@@ -56,8 +58,9 @@ def test_what_is_moved():
     given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
     planner = planned(model, given)
     for level in range(2 * MOST + 1):
-        set_level(model, level)
-        tiny_models.step(model, **given)
+        for _ in range(SETTLING):
+            set_level(model, level)
+            tiny_models.step(model, **given)
         states = planner.plan.states[level]
         last = max((n for n, state in enumerate(states) if state != State.EVERYTHING), default=0)
         kept = sum(state == State.ATTENTION for state in states[:last])

@@ -24,11 +24,16 @@ def checking_arguments(op: str, kernel: Callable[..., Any]) -> Callable[..., Any
         [i for i, kind in enumerate(kinds) if kind in wanted]
         for wanted in (("Tensor",), ("float", "int", "number"), ("str",))
     )
+    # torch passes None for a required tensor; a Triton kernel takes None for an option that is not used.
+    required = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
     check = torch.ops.liger.check_arguments.default
 
     @functools.wraps(kernel)
     def checked(*args):
         values = args + defaults[len(args) :]
+        for i, name in required:
+            if values[i] is None:
+                raise TypeError(f"{public_name(op)}: {name} is None, expected a tensor")
         check(op, [values[i] for i in tensors], [values[i] for i in numbers], [values[i] for i in texts])
         return kernel(*args)
 

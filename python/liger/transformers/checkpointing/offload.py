@@ -92,9 +92,10 @@ class HostStore:
         self.pool = self.streams = None
         # Bytes that this step has moved, the inputs of layers among them, bytes that it could not move for
         # lack of host memory, moved and refused bytes of the last step, and the most inputs of any step.
-        self.moved = self.inputs = self.refused = self.most = 0
+        self.moved = self._inputs = self.refused = self.most = 0
         self.last = (0, 0)
-        self._group = None
+        # The layer of the last tensors, and the one that runs.
+        self._group = self._running = None
         # Layers with copies to the host that the computing stream has not waited for.
         self._leaving = deque()
 
@@ -116,11 +117,21 @@ class HostStore:
     # --- forward --------------------------------------------------------------------------------------------
 
     def begin(self, is_new_step=True):
-        """Starts a forward of the model."""
-        self.flush()
+        """Starts a forward of the model: before its first layer, or within it, where transformers checkpoints
+        the calls of layers (before 5.24) and the input of the first one has been put."""
+        if self._running is None:
+            self.flush()
+        else:
+            self.retire()
+            self._running.before = _none
         if is_new_step:
-            self.last, self.most = (self.moved, self.refused), max(self.most, self.inputs)
-            self.moved = self.inputs = self.refused = 0
+            moved, inputs, refused = self._counted()
+            self.last, self.most = (moved, refused), max(self.most, inputs)
+            self.moved -= moved
+            self._inputs -= inputs
+            self.refused -= refused
+            if self._running is not None:
+                self._running.counted = 0, 0, 0
 
     def flush(self):
         """Ends the forward: the computing stream waits for all copies to the host."""
@@ -133,7 +144,8 @@ class HostStore:
         self.retire(1)
         # The layer before exists until this one has run: its tensors keep their addresses.
         before = self._group
-        self._group = group = _Group(self, before, stays)
+        counted = self.moved, self._inputs, self.refused
+        self._group = self._running = group = _Group(self, before, stays, counted)
         try:
             yield
         except BaseException:
@@ -141,6 +153,8 @@ class HostStore:
             group.retire()
             self.flush()
             raise
+        finally:
+            self._running = None
         if group.leaving:
             self._leaving.append(group)
 
@@ -172,10 +186,20 @@ class HostStore:
             self.refused += tensor.nbytes
             return Kept(tensor, group)
         self.moved += tensor.nbytes
-        self.inputs += tensor.nbytes if is_input else 0
+        self._inputs += tensor.nbytes if is_input else 0
         return Moved(tensor, span, group)
 
     # --- numbers --------------------------------------------------------------------------------------------
+
+    def _counted(self):
+        """Bytes moved, inputs among them, and bytes refused, before the layer that runs."""
+        running = self._running
+        return (self.moved, self._inputs, self.refused) if running is None else running.counted
+
+    @property
+    def inputs(self):
+        """Bytes of the inputs of layers that this step has moved, before the layer that runs."""
+        return self._counted()[1]
 
     def shortage(self, ratio, attention=0):
         """Bytes without room on the host in a step of ``ratio`` times the tokens, with that attention."""
@@ -201,10 +225,10 @@ class HostStore:
 
 
 class _Group:
-    """The tensors of one layer in one forward."""
+    """The tensors of one layer in one forward; ``counted``: what the store had counted before them."""
 
-    def __init__(self, store, before, stays):
-        self.store, self.stays = store, stays
+    def __init__(self, store, before, stays, counted):
+        self.store, self.stays, self.counted = store, stays, counted
         # The layer before, which the backward reaches next. Its handles keep it alive.
         self.before = _none if before is None else weakref.ref(before)
         self.addresses, self.handles, self.leaving = set(), [], []
