@@ -324,9 +324,9 @@ def test_bad_budget_in_the_environment(device, bad, monkeypatch):
         liger.tiled_mlp(*make(device))
 
 
-def test_the_gradients_of_gate_and_up_are_summed_with_one_rounding_less(device):
-    """The second GEMM adds to the first one's result, where autograd would add two rounded results."""
-    # Large enough that cuBLAS does not split the inner dimension, whose parts it would sum in bfloat16.
+def test_the_second_gemm_adds_the_gradients_of_gate_and_up(device):
+    """To the first one's result: on a CPU with one rounding less than autograd's sum of two results. cuBLAS
+    rounds the product before it adds, as autograd does."""
     grads = [torch.randn(1024, 192, device=device, dtype=torch.bfloat16) for _ in range(2)]
     weights = [torch.randn(192, 1024, device=device, dtype=torch.bfloat16) for _ in range(2)]
     out = torch.empty(1024, 1024, device=device, dtype=torch.bfloat16)
@@ -334,4 +334,4 @@ def test_the_gradients_of_gate_and_up_are_summed_with_one_rounding_less(device):
     exact = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
     added = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
     error, twice = ((found.double() - exact).norm() / exact.norm() for found in (out, added))
-    assert error < 2.2e-3 < twice
+    assert error <= twice if device.type == "cuda" else error < 2.2e-3 < twice

@@ -115,12 +115,14 @@ def test_peak():
 def test_copies_overlap():
     from torch.autograd import DeviceType
 
-    model = make()
+    # Layers of a real size, whose kernels take longer than the host needs to issue them.
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32}
+    model, tokens = make(**sizes, max_position_embeddings=4 * TOKENS), 4 * TOKENS
     recomputing(model, offload=True)
     for _ in range(4):
-        step(model)
+        step(model, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(model)
+        step(model, tokens)
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
     for direction in ("DtoH (Device -> Pinned)", "HtoD (Pinned -> Device)"):
