@@ -233,7 +233,11 @@ struct GradProductEpilogue {
         const bool inside = valid && 32 * i < left;
         uint32_t first[4] = {next[0], next[1], next[2], next[3]},
                  second[4] = {next[4], next[5], next[6], next[7]}, products[4];
-        if (h == 0 || i < kParts - 1) load(h + (i + 1) / kParts, (i + 1) % kParts);
+        const auto load_next = [&] {
+          if (h == 0 || i < kParts - 1) load(h + (i + 1) / kParts, (i + 1) % kParts);
+        };
+        // The accumulators of the first part occupy the registers.
+        if (h + i > 0) load_next();
         if constexpr (!kInterleaved) transpose_quad(first, lane), transpose_quad(second, lane);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -262,6 +266,7 @@ struct GradProductEpilogue {
             first[j] = pack_pair<T>(of_gate.x, of_gate.y), second[j] = pack_pair<T>(of_up.x, of_up.y);
           }
         }
+        if (h + i == 0) load_next();
         if constexpr (!kInterleaved) {
           store_words(kept_at(h, i), first, lane, inside);
           store_words(kept_at(h, i) + intermediate, second, lane, inside);
