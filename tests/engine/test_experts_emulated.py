@@ -46,7 +46,7 @@ def test_kernels(compile_with):
     [
         ("layout.h", "(vector ^ row) & 7", "vector"),
         ("schedule.h", "(first + within % width) * 2 + rank", "(first + within % width) * 2 + 1 - rank / 2"),
-        ("grouped_gemm.cuh", "copies_wait<kLag>();", ""),
+        ("grouped_gemm.cuh", "sm90::wgmma_wait<1>();", ""),
         ("epilogues.cuh", "products[0], products[2], products[1]", "products[0], products[1], products[2]"),
     ],
 )

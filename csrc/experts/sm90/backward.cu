@@ -11,14 +11,14 @@
 namespace liger::experts {
 namespace {
 
-template <typename T, bool kInterleaved>
+template <typename T, bool kInterleaved, bool kIsSilu>
 void launch_grad_product(const Tensor& grad_y, const Tensor& tokens, const Tensor& ends,
                          const Tensor& down_proj, const Gate& gate, const Tensor& weights,
                          const Tensor& gate_up, const Tensor& product, const Tensor& sums) {
   // Transposed matrices, of gpt-oss, are K-major here, and others are not.
   constexpr bool kBMn = !kInterleaved;
   const int64_t intermediate = product.size(1);
-  const GradProductEpilogue<T, kBMn, kInterleaved> epilogue{
+  const GradProductEpilogue<T, kBMn, kInterleaved, kIsSilu> epilogue{
       .groups = groups_of(ends, ceil_div(intermediate, int64_t{kColumns}), grad_y.size(1)),
       .a = gathered<T>(grad_y, tokens),
       .gate = gate,
@@ -46,7 +46,9 @@ void grad_product(const Tensor& grad_y, const Tensor& tokens, const Tensor& ends
   const Gate gate = gate_of(activation, alpha, limit);
   dispatch_half(grad_y.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = is_interleaved ? launch_grad_product<T, true> : launch_grad_product<T, false>;
+    const auto launch = is_interleaved   ? launch_grad_product<T, true, false>
+                        : gate.is_silu() ? launch_grad_product<T, false, true>
+                                         : launch_grad_product<T, false, false>;
     launch(grad_y, tokens, ends, down_proj, gate, weights, gate_up, product, sums);
   });
 }

@@ -25,17 +25,12 @@ using TileSums = Sums[kHalves];
 
 __device__ __forceinline__ void store_words(void* to, uint32_t (&words)[4], int lane, bool valid) {
   transpose_quad(words, lane);
-  if (valid) *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-__device__ __forceinline__ void load_words(uint32_t (&words)[4], const void* from, int lane, bool valid) {
-  const uint4 v = valid ? *static_cast<const uint4*>(from) : uint4{};
-  words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  transpose_quad(words, lane);
+  if (valid) store_vector(to, words);
 }
 
 // kInterleaved: gate and up are the even and odd columns; else a tile has kHalfColumns columns of gate, then
-// as many of up.
-template <typename T, bool kBMajorMn, bool kInterleaved>
+// as many of up. kIsSilu: gate.is_silu().
+template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GateUpEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
@@ -76,8 +71,8 @@ struct GateUpEpilogue {
             const int at = sum_index(4 * i + j, h, 0), at_up = sum_index(4 * i + j + kHalfColumns / 8, h, 0);
             const float2 g = {sums[at], sums[at + 1]}, u = {sums[at_up], sums[at_up + 1]};
             gates[j] = pack_pair<T>(g.x, g.y), ups[j] = pack_pair<T>(u.x, u.y);
-            products[j] =
-                pack_pair<T>(gate.template product<T>(g.x, u.x), gate.template product<T>(g.y, u.y));
+            products[j] = pack_pair<T>(gate.template product<T, kIsSilu>(g.x, u.x),
+                                       gate.template product<T, kIsSilu>(g.y, u.y));
           }
           const bool stored = valid && n0 + 32 * i + quad * 8 < intermediate;
           if (gate_up != nullptr) {
@@ -107,7 +102,7 @@ struct GateUpEpilogue {
           const int at = sum_index(8 * i + 4 * part + j, h, 0);
           const float g = sums[at], u = sums[at + 1];
           pairs[j] = pack_pair<T>(g, u);
-          values[j] = gate.template product<T>(g, u);
+          values[j] = gate.template product<T, kIsSilu>(g, u);
         }
 #pragma unroll
         for (int m = 0; m < 2; ++m) products[2 * part + m] = exchange(values[2 * m], values[2 * m + 1], lane);
@@ -117,8 +112,7 @@ struct GateUpEpilogue {
       transpose_quad(products, lane);
       // interleaved_word(): lanes 1 and 2 have each other's word.
       if (valid && n0 + 32 * i + quad * 8 < intermediate)
-        *reinterpret_cast<uint4*>(out + 32 * i) =
-            make_uint4(products[0], products[2], products[1], products[3]);
+        store_vector(out + 32 * i, {products[0], products[2], products[1], products[3]});
     }
   }
   // Columns 4 j + l % 4 of j = 2 m and 2 m + 1 become two neighbouring columns per lane (interleaved_word).
@@ -167,7 +161,7 @@ struct RowsEpilogue {
   }
 };
 
-template <typename T, bool kBMajorMn, bool kInterleaved>
+template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GradProductEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
@@ -181,66 +175,107 @@ struct GradProductEpilogue {
   int64_t rows;
   int intermediate;
 
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
+  // Gate and up of the tile come from DRAM, a row per thread, while its mainloop runs.
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int) const {
+    const int r = threadIdx.x % 128, n0 = tile.column_tile * kColumns;
+    if (r < tile.rows && !(groups.experiment & 2)) {
+      const int bytes = min(kColumns, intermediate - n0) * static_cast<int>(sizeof(T));
+      const T* const kept = gate_up + int64_t{tile.first_row + r} * 2 * intermediate;
+      if constexpr (kInterleaved) {
+        prefetch_to_l2(kept + 2 * n0, 2 * bytes);
+      } else {
+        prefetch_to_l2(kept + n0, bytes);
+        prefetch_to_l2(kept + intermediate + n0, bytes);
+      }
+    }
     for (auto& half : sums) sm90::clear<kColumns>(half);
   }
   __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+    constexpr int kParts = kColumns / 32;
     const int n0 = tile.column_tile * kColumns, quad = lane % 4;
+    const int r = row + lane / 4, rows_left = tile.rows - r;
+    const int64_t at_row = int64_t{tile.first_row + r} * intermediate;
+    T* const out = product + at_row + n0 + quad * 8;
+    T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 + 4 * quad : n0 + quad * 8);
+    // Columns from this lane's first one on, in vectors of 8 and in pairs.
+    const int left = intermediate - n0 - quad * 8, left_of_pairs = intermediate - n0 - quad * 2;
+    const auto kept_at = [&](int h, int i) {
+      return kept + 16 * h * intermediate + (kInterleaved ? 64 : 32) * i;
+    };
+    // Part i of row h has 32 columns. Its words are loaded before the stores of the part before, which the
+    // compiler must not pass.
+    uint32_t next[8];
+    const auto load = [&](int h, int i) {
+      const T* const from = kept_at(h, i);
+      if constexpr (kInterleaved) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const bool inside = 8 * h < rows_left && 32 * i + 8 * j < left_of_pairs;
+          const uint2 pair = inside ? *reinterpret_cast<const uint2*>(from + 16 * j) : uint2{};
+          next[j] = pair.x, next[4 + j] = pair.y;
+        }
+      } else {
+        const bool inside = 8 * h < rows_left && 32 * i < left;
+        const uint4 g = inside ? *reinterpret_cast<const uint4*>(from) : uint4{};
+        const uint4 u = inside ? *reinterpret_cast<const uint4*>(from + intermediate) : uint4{};
+        next[0] = g.x, next[1] = g.y, next[2] = g.z, next[3] = g.w;
+        next[4] = u.x, next[5] = u.y, next[6] = u.z, next[7] = u.w;
+      }
+    };
+    load(0, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int r = row + lane / 4 + 8 * h;
-      const bool valid = r < tile.rows;
-      const float weight = valid ? __ldg(weights + tile.first_row + r) : 0.0f;
-      const int64_t at_row = int64_t{tile.first_row + r} * intermediate;
-      T* const out = product + at_row + n0 + quad * 8;
-      T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 + 4 * quad : n0 + quad * 8);
-      // Columns from this lane's first one on, in vectors of 8 and in pairs.
-      const int left = valid ? intermediate - n0 - quad * 8 : 0,
-                left_of_pairs = valid ? intermediate - n0 - quad * 2 : 0;
+      const bool valid = 8 * h < rows_left;
+      const float weight = valid ? __ldg(weights + tile.first_row + r + 8 * h) : 0.0f;
       float total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kColumns / 32; ++i) {
-        const bool inside = 32 * i < left;
-        uint32_t gates[4], ups[4], products[4];
-        if constexpr (!kInterleaved) {
-          load_words(gates, kept + 32 * i, lane, inside);
-          load_words(ups, kept + intermediate + 32 * i, lane, inside);
-        }
+      for (int i = 0; i < kParts; ++i) {
+        const bool inside = valid && 32 * i < left;
+        uint32_t first[4] = {next[0], next[1], next[2], next[3]},
+                 second[4] = {next[4], next[5], next[6], next[7]}, products[4];
+        const auto load_next = [&] {
+          if (h == 0 || i < kParts - 1) load(h + (i + 1) / kParts, (i + 1) % kParts);
+        };
+        // The accumulators of the first part occupy the registers.
+        if (h + i > 0) load_next();
+        if constexpr (!kInterleaved) transpose_quad(first, lane), transpose_quad(second, lane);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int at = sum_index(4 * i + j, h, 0);
-          const bool has_pair = 32 * i + 8 * j < left_of_pairs;
-          uint2* const pairs = reinterpret_cast<uint2*>(kept + 64 * i + 16 * j);
-          float2 g, u;
+          // The words are gates and ups of two columns, or gate and up of one column each.
+          float2 g = {low_of<T>(first[j]), high_of<T>(first[j])},
+                 u = {low_of<T>(second[j]), high_of<T>(second[j])};
           if constexpr (kInterleaved) {
-            const uint2 v = has_pair ? *pairs : uint2{};
-            g = {low_of<T>(v.x), low_of<T>(v.y)}, u = {high_of<T>(v.x), high_of<T>(v.y)};
-          } else {
-            g = {low_of<T>(gates[j]), high_of<T>(gates[j])}, u = {low_of<T>(ups[j]), high_of<T>(ups[j])};
+            const float up = g.y;
+            g.y = u.x, u.x = up;
           }
           const float2 grad = {sums[at], sums[at + 1]};
-          const Gate::Result x = gate.template backward<T>(g.x, u.x), y = gate.template backward<T>(g.y, u.y);
-          if (has_pair) total += x.product * grad.x + y.product * grad.y;
+          const Gate::Result x = gate.template backward<T, kIsSilu>(g.x, u.x),
+                             y = gate.template backward<T, kIsSilu>(g.y, u.y);
+          // Columns beyond the last one have gradients of 0.
+          total = fmaf(x.product, grad.x, fmaf(y.product, grad.y, total));
           const float2 weighted = {weight * grad.x, weight * grad.y};
           products[j] = pack_pair<T>(weight * x.product, weight * y.product);
+          const float2 of_gate = {weighted.x * x.grad_gate, weighted.y * y.grad_gate},
+                       of_up = {weighted.x * x.grad_up, weighted.y * y.grad_up};
           if constexpr (kInterleaved) {
-            if (has_pair)
-              *pairs = make_uint2(pack_pair<T>(weighted.x * x.grad_gate, weighted.x * x.grad_up),
-                                  pack_pair<T>(weighted.y * y.grad_gate, weighted.y * y.grad_up));
+            if (valid && 32 * i + 8 * j < left_of_pairs)
+              *reinterpret_cast<uint2*>(kept_at(h, i) + 16 * j) =
+                  make_uint2(pack_pair<T>(of_gate.x, of_up.x), pack_pair<T>(of_gate.y, of_up.y));
           } else {
-            gates[j] = pack_pair<T>(weighted.x * x.grad_gate, weighted.y * y.grad_gate);
-            ups[j] = pack_pair<T>(weighted.x * x.grad_up, weighted.y * y.grad_up);
+            first[j] = pack_pair<T>(of_gate.x, of_gate.y), second[j] = pack_pair<T>(of_up.x, of_up.y);
           }
         }
+        if (h + i == 0) load_next();
         if constexpr (!kInterleaved) {
-          store_words(kept + 32 * i, gates, lane, inside);
-          store_words(kept + intermediate + 32 * i, ups, lane, inside);
+          store_words(kept_at(h, i), first, lane, inside);
+          store_words(kept_at(h, i) + intermediate, second, lane, inside);
         }
-        store_words(out + 32 * i, products, lane, inside);
+        store_words(out + 8 * h * intermediate + 32 * i, products, lane, inside);
       }
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
-      if (valid && quad == 0) sums_of_rows[tile.column_tile * rows + tile.first_row + r] = total;
+      if (valid && quad == 0) sums_of_rows[tile.column_tile * rows + tile.first_row + r + 8 * h] = total;
     }
   }
 };

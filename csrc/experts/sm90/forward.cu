@@ -15,14 +15,14 @@ bool takes(const Tensor& x) {
   return device_attributes(x.get_device_index()).code.sm90a && has_tensor_maps();
 }
 
-template <typename T, bool kInterleaved>
+template <typename T, bool kInterleaved, bool kIsSilu>
 void launch_gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, const Tensor& gate_up_proj,
                     const std::optional<Tensor>& bias, const Gate& gate, const Tensor& gate_up,
                     const Tensor& product) {
   // gpt-oss has interleaved and transposed matrices; otherwise neither.
   constexpr bool kBMn = kInterleaved;
   const int64_t intermediate = product.size(1);
-  const GateUpEpilogue<T, kBMn, kInterleaved> epilogue{
+  const GateUpEpilogue<T, kBMn, kInterleaved, kIsSilu> epilogue{
       .groups = groups_of(ends, ceil_div(intermediate, int64_t{kHalfColumns}), x.size(1),
                           kInterleaved ? kColumns : kHalfColumns,
                           kInterleaved ? kHalfColumns : static_cast<int>(intermediate)),
@@ -47,7 +47,9 @@ void gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, const Te
   const Gate gate = gate_of(activation, alpha, limit);
   dispatch_half(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = is_interleaved ? launch_gate_up<T, true> : launch_gate_up<T, false>;
+    const auto launch = is_interleaved   ? launch_gate_up<T, true, false>
+                        : gate.is_silu() ? launch_gate_up<T, false, true>
+                                         : launch_gate_up<T, false, false>;
     launch(x, tokens, ends, gate_up_proj, bias, gate, gate_up, product);
   });
 }

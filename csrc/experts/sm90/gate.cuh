@@ -18,29 +18,46 @@ struct Gate {
     float grad_gate, grad_up;  // derivatives of the product
   };
 
-  // Without the select, an infinite gate would be NaN if cubic is 0.
-  template <int kPower>
-  __device__ __forceinline__ float slope(float gate) const {
-    return cubic == 0.0f ? linear : fmaf(kPower * cubic * gate, gate, linear);
-  }
+  // silu without a limit has instructions of its own (kIsSilu), half as many.
+  bool is_silu() const { return linear == 1.0f && cubic == 0.0f && offset == 0.0f && limit > kLargest; }
 
-  template <typename T>
+  template <typename T, bool kIsSilu>
   __device__ __forceinline__ float product(float gate, float up) const {
+    if constexpr (kIsSilu) return gate * sigmoid<T>(gate) * up;
     gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate * sigmoid<T>(gate * slope<1>(gate)) * (up + offset);
+    return gate * sigmoid<T>(gate * slope(square(gate), 1.0f)) * moved(up);
   }
 
-  template <typename T>
+  template <typename T, bool kIsSilu>
   __device__ __forceinline__ Result backward(float gate, float up) const {
-    const bool gate_passes = !(gate > limit), up_passes = !(fabsf(up) > limit);
-    gate = gate_passes ? gate : limit;
-    up = (up > limit ? limit : up < -limit ? -limit : up) + offset;
-    const float z = gate * slope<1>(gate);
-    // s * (1 - s) as e * r * r: 1 - s cancels, and the exponent is negative, so e cannot overflow.
-    const float e = exponential<T>(-fabsf(z)), r = reciprocal<T>(1.0f + e), s = z < 0.0f ? e * r : r;
-    const float value = gate * s, derivative = fmaf(gate * (e * r * r), slope<3>(gate), s);
+    bool gate_passes = true, up_passes = true;
+    float z = gate, slope_of_z = 1.0f;
+    if constexpr (!kIsSilu) {
+      gate_passes = !(gate > limit), up_passes = !(fabsf(up) > limit);
+      gate = gate_passes ? gate : limit;
+      up = moved(up);
+      z = gate * slope(square(gate), 1.0f), slope_of_z = slope(square(gate), 3.0f);
+    }
+    // 1 - s would cancel, and the exponent is negative, so e cannot overflow.
+    const float e = exponential<T>(-fabsf(z)), r = reciprocal<T>(1.0f + e), small = e * r;
+    const float s = z < 0.0f ? small : r, rest = z < 0.0f ? r : small;
+    const float value = gate * s, derivative = fmaf(value * rest, slope_of_z, s);
     return {value * up, gate_passes ? derivative * up : 0.0f, up_passes ? value : 0.0f};
+  }
+
+ private:
+  static constexpr float kLargest = 3.4028235e38f;
+
+  // Finite, since an infinite square times a cubic of 0 would be NaN.
+  static __device__ __forceinline__ float square(float gate) { return fminf(gate * gate, kLargest); }
+  __device__ __forceinline__ float slope(float square, float power) const {
+    return fmaf(power * cubic, square, linear);
+  }
+  // Two selects: the compiler makes branches of nested ones.
+  __device__ __forceinline__ float moved(float up) const {
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return up + offset;
   }
 };
 

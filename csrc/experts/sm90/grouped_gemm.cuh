@@ -9,8 +9,9 @@
 // in
 //   its own shared memory, so the host reads nothing and no other kernel runs first.
 // - With kGather the producer warpgroup copies rows of A by their indices, with cp.async: TMA of compute
-//   capability 9.0 has no gather, and bulk copies of single rows cannot swizzle. A thread signals a stage
-//   once its copies of that stage have landed, kLag stages later.
+//   capability 9.0 has no gather, and bulk copies of single rows cannot swizzle. Copies that have landed
+//   signal their stage. Consumers fence them for wgmma: a fence of the producer would wait for all of its
+//   copies, also of later stages.
 // - A tile with up to 64 rows issues the wgmmas of its first half alone.
 //
 // Gradients of matrices (kWeights) sum over the rows of an expert: A and B are MN-major, A is gathered along
@@ -34,9 +35,6 @@ using sm90::kTileK;
 using sm90::Ring;
 
 inline constexpr int kHalves = sm90::kPingpongHalves, kStages = 5;
-// Stages between the copies of a gathered operand and their signal. A consumer releases a stage when it has
-// issued the next one, so the lag is at most kStages - 2.
-inline constexpr int kLag = 2;
 inline constexpr int kStageBytes = (kRows + kColumns) * kTileK * 2;
 inline constexpr int kGroupedSharedBytes = kStages * kStageBytes + sm90::kAlignmentBytes;
 static_assert(kRows == sm90::kTileM && kColumns % kCluster == 0);
@@ -66,13 +64,13 @@ struct Groups {
   // The first column (row of a K-major B in memory) of each half of a tile is
   // column_tile * column_step + half * half_offset.
   int column_step, half_offset;
+  int experiment = 0;  // 1: no fence, 2: no prefetch
 };
 
-// The gathered operand A: rows[indices[i]] is row i.
+// The gathered operand A: rows[indices[i]], contiguous, is row i.
 template <typename T>
 struct GatheredRows {
   const T* rows;
-  int64_t stride;
   int columns;  // a multiple of 8
   RowIndices indices;
 };
@@ -106,10 +104,10 @@ __device__ __forceinline__ void load_stage(const GroupedMaps& maps, const Groups
                                            const ExpertTile& tile, int k, int rank, unsigned char* stage,
                                            uint64_t* arrived) {
   constexpr int kBytesA = kRows * kTileK * 2;
-  mbarrier_arrive_expect(arrived, kStageBytes - (Epilogue::kGather ? kBytesA : 0));
+  const int boxes_a = Epilogue::kGather ? 0 : tile.rows > kBox ? kHalves : 1;
+  mbarrier_arrive_expect(arrived, kStageBytes - kBytesA + boxes_a * kBoxBytes);
   if constexpr (!Epilogue::kGather) {
-#pragma unroll
-    for (int box = 0; box < kHalves; ++box)
+    for (int box = 0; box < boxes_a; ++box)
       sm90::load_box(stage + box * kBoxBytes, &maps.a, {k, tile.first_row + box * kBox, 0}, arrived,
                      CacheHint::kNormal);
   }
@@ -149,34 +147,6 @@ __device__ __forceinline__ ExpertTile find_tile(const Groups& groups, const int*
   return tile_of(t - first_units[e], rank, e, begin, end, groups.column_tiles);
 }
 
-// Signals the stages whose copies have landed.
-struct LateSignals {
-  uint64_t* full;
-  int issued = 0;
-  Ring<kStages> ring;
-
-  // After the copies of another stage.
-  __device__ __forceinline__ void next(int lane) {
-    copies_commit();
-    if (++issued <= kLag) return;
-    copies_wait<kLag>();
-    signal(lane);
-  }
-  __device__ __forceinline__ void finish(int lane) {
-    copies_wait<0>();
-    for (int left = min(issued, kLag); left > 0; --left) signal(lane);
-  }
-
- private:
-  // The fence makes the copies of this thread visible to wgmma.
-  __device__ __forceinline__ void signal(int lane) {
-    async_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&full[ring.stage]);
-    ring.next();
-  }
-};
-
 // The producer warpgroup of a K-major gathered A.
 template <class Epilogue>
 __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilogue& epilogue,
@@ -185,10 +155,9 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
                                             uint64_t* empty) {
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int vector = threadIdx.x % 8, row = threadIdx.x / 8, lane = threadIdx.x % 32;
+  const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
   const uint32_t destination = shared_address(ring_memory) + box_vector_offset(row, vector);
   Ring<kStages> ring;
-  LateSignals signals{full};
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<false>(groups, first_units, t, rank);
     int rows[kRows / kGatherRows];
@@ -206,11 +175,11 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
       const uint32_t to = destination + ring.stage * kStageBytes;
 #pragma unroll
       for (int i = 0; i < kRows / kGatherRows; ++i)
-        copy_or_zero(to + i * kGatherStep, source + rows[i] * a.stride, valid);
-      signals.next(lane);
+        copy_or_zero(to + i * kGatherStep, source + int64_t{rows[i]} * a.columns,
+                     valid && (i * kGatherRows < kBox || tile.rows > kBox));
+      copies_arrive(&full[ring.stage]);
     }
   }
-  signals.finish(lane);
 }
 
 // The same of an MN-major A, gathered along the summed dimension. Rows of other experts in the last k-block
@@ -222,10 +191,9 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
   constexpr int kOwn = kTileK / kGatherRows;  // rows of a thread in a box
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int vector = threadIdx.x % 8, row = threadIdx.x / 8, lane = threadIdx.x % 32;
+  const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
   const uint32_t destination = shared_address(ring_memory) + box_vector_offset(row, vector);
   Ring<kStages> ring;
-  LateSignals signals{full};
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<true>(groups, nullptr, t, rank);
     const int end = tile.first_row + tile.rows;
@@ -258,7 +226,7 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
         for (int i = 0; i < kOwn; ++i) {
           const bool valid = column < a.columns && k + row + i * kGatherRows < end;
           copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
-                       a.rows + rows[i] * a.stride + (valid ? column : 0), valid);
+                       a.rows + int64_t{rows[i]} * a.columns + (valid ? column : 0), valid);
         }
       }
       if (!whole) {
@@ -274,10 +242,9 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
           }
         }
       }
-      signals.next(lane);
+      copies_arrive(&full[ring.stage]);
     }
   }
-  signals.finish(lane);
 }
 
 #ifdef LIGER_SM90A
@@ -335,8 +302,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     if constexpr (!Epilogue::kGather) sm90::prefetch_map(&maps.a);
     sm90::prefetch_map(&maps.b);
     for (int i = 0; i < kStages; ++i) {
-      // Gathered rows: each warp of the producer signals its own copies.
-      sm90::barrier_init(&full[i], Epilogue::kGather ? 5 : 1);
+      // Gathered rows: each thread of the producer signals its own copies.
+      sm90::barrier_init(&full[i], Epilogue::kGather ? kGatherThreads + 1 : 1);
       // One warpgroup of each block of the cluster releases a stage.
       sm90::barrier_init(&empty[i], kCluster);
     }
@@ -411,6 +378,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       const auto multiply = [&](auto halves) __attribute__((always_inline)) {
         for (int i = 0; i < k_blocks; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
+          if (Epilogue::kGather && !(groups.experiment & 1)) async_fence();
           sm90::issue_k_block<IssueOf<Epilogue>, GroupedStage, false, halves.value>(
               sums, none, descriptor_a, descriptor_b, ring.stage, true);
           sm90::wgmma_wait<1>();
@@ -428,9 +396,12 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       sm90::wgmma_wait<0>();
       for (auto& half : sums) sm90::pin<kColumns>(half);
       if (previous >= 0) release(previous);
+      // The halves share code, which would else be up to 150 KB and miss in the instruction cache.
+#pragma unroll 1
+      for (int first = 0; first < min(rows_left, kRows); first += kBox) {
+        epilogue.store(sums[0], tile, own_row + first, lane);
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        if (half * kBox < rows_left) epilogue.store(sums[half], tile, own_row + half * kBox, lane);
+        for (int i = 0; i < kColumns / 2; ++i) sums[0][i] = sums[1][i];
       }
       if (t + 2 * clusters < units) skip(t + clusters);
     }

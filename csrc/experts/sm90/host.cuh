@@ -4,6 +4,7 @@
 #pragma once
 
 #include <climits>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string>
@@ -56,7 +57,6 @@ inline CUtensorMap map_of(const Tensor& matrices, int box_rows) {
 template <typename T>
 GatheredRows<T> gathered(const Tensor& rows, const Tensor& indices) {
   return {static_cast<const T*>(rows.const_data_ptr()),
-          rows.stride(0),
           static_cast<int>(rows.size(1)),
           {indices.const_data_ptr(), indices.scalar_type() == ScalarType::Long}};
 }
@@ -69,7 +69,8 @@ inline Groups groups_of(const Tensor& ends, int64_t column_tiles, int64_t depth,
           .k_blocks = static_cast<int>(ceil_div(depth, int64_t{kTileK})),
           .row_tiles = 0,
           .column_step = column_step,
-          .half_offset = half_offset};
+          .half_offset = half_offset,
+          .experiment = std::getenv("LIGER_EXPERIMENT") ? std::atoi(std::getenv("LIGER_EXPERIMENT")) : 0};
 }
 
 inline Gate gate_of(const std::string& activation, double alpha, std::optional<double> limit) {

@@ -30,17 +30,23 @@ __device__ __forceinline__ void copy_or_zero(uint32_t destination, const void* s
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// Ends a group of copies, and waits until at most kPending groups of this thread have not landed.
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// Arrives at the mbarrier, which counts this thread, once all earlier copies of the thread have landed.
+__device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// 16 bytes, in one instruction: of an assignment of uint4 the compiler often makes four.
+__device__ __forceinline__ void store_vector(void* to, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Starts a copy from global memory to the L2 cache; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 // Named barriers of two warpgroups: one waits, the other does not.

@@ -77,16 +77,16 @@ void run_kernel(int clusters, const GroupedMaps& maps, const Epilogue& epilogue)
   run(clusters, [&] { grouped_gemm_kernel(maps, epilogue); });
 }
 
-template <bool kInterleaved>
+template <bool kInterleaved, bool kIsSilu = false>
 void test_gate_up(const Routing& routing, int clusters, const Gate& gate, bool keep) {
   const Matrix x(kTokens, kHidden), bias(routing.experts(), 2 * kIntermediate);
   const Matrix weight(kInterleaved ? kHidden : 2 * kIntermediate, kInterleaved ? 2 * kIntermediate : kHidden,
                       routing.experts());
   Matrix gate_up(routing.rows(), 2 * kIntermediate), product(routing.rows(), kIntermediate);
-  const GateUpEpilogue<T, kInterleaved, kInterleaved> epilogue{
+  const GateUpEpilogue<T, kInterleaved, kInterleaved, kIsSilu> epilogue{
       routing.groups(kIntermediate, kHalfColumns, kHidden, kInterleaved ? kColumns : kHalfColumns,
                      kInterleaved ? kHalfColumns : kIntermediate),
-      {x.data.data(), kHidden, kHidden, {routing.tokens.data(), false}},
+      {x.data.data(), kHidden, {routing.tokens.data(), false}},
       gate,
       bias.data.data(),
       keep ? gate_up.data.data() : nullptr,
@@ -134,7 +134,7 @@ void test_rows(const Routing& routing, int clusters, bool weighs) {
       }
 }
 
-template <bool kInterleaved>
+template <bool kInterleaved, bool kIsSilu = false>
 void test_grad_product(const Routing& routing, int clusters, const Gate& gate) {
   constexpr int kWide = 2 * kIntermediate + 16;  // two tiles
   constexpr bool kBMn = !kInterleaved;
@@ -144,9 +144,9 @@ void test_grad_product(const Routing& routing, int clusters, const Gate& gate) {
   Matrix gate_up = before, product(routing.rows(), kWide);
   std::vector<float> weights, sums(static_cast<size_t>(2 * routing.rows()));
   for (int i = 0; i < routing.rows(); ++i) weights.push_back(static_cast<float>(random_bits() % 100) / 50);
-  const GradProductEpilogue<T, kBMn, kInterleaved> epilogue{
+  const GradProductEpilogue<T, kBMn, kInterleaved, kIsSilu> epilogue{
       routing.groups(kWide, kColumns, kHidden),
-      {grad_y.data.data(), kHidden, kHidden, {routing.tokens.data(), false}},
+      {grad_y.data.data(), kHidden, {routing.tokens.data(), false}},
       gate,
       weights.data(),
       gate_up.data.data(),
@@ -188,7 +188,7 @@ void test_grad_matrix(const Routing& routing, int clusters) {
   const Routing& r = routing;
   const GradMatrixEpilogue<T, kTransposed> epilogue{
       r.groups(kWide, kColumns, 0),
-      {a.data.data(), kHidden, kHidden, {r.tokens.data(), false}},
+      {a.data.data(), kHidden, {r.tokens.data(), false}},
       b.data.data(),
       out.data.data(),
       kWide};
@@ -207,12 +207,13 @@ void test_all(const std::vector<int>& counts, int clusters) {
   const float none = std::numeric_limits<float>::infinity();
   const Gate silu{1, 0, 0, none}, gpt_oss{1.702f, 0, 1, 1.503f}, gelu{1.5957691f, 0.0713548f, 0, none};
   const Routing routing(counts);
-  test_gate_up<false>(routing, clusters, silu, true);
+  test_gate_up<false, true>(routing, clusters, silu, true);
   test_gate_up<false>(routing, clusters, gelu, false);
   test_gate_up<true>(routing, clusters, gpt_oss, true);
   test_rows<false>(routing, clusters, true);
   test_rows<true>(routing, clusters, false);
-  test_grad_product<false>(routing, clusters, silu);
+  test_grad_product<false, true>(routing, clusters, silu);
+  test_grad_product<false>(routing, clusters, gelu);
   test_grad_product<true>(routing, clusters, gpt_oss);
   test_grad_matrix<false>(routing, clusters);
   test_grad_matrix<true>(routing, clusters);

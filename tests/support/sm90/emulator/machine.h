@@ -2,8 +2,7 @@
 
 // A cluster of two blocks on a CPU: the kernels of csrc/experts/sm90 run unchanged on it. Every thread of a
 // block is a fiber, and a block is a thread of the host; one block runs at a time. Asynchronous work takes
-// effect as late as the synchronisation permits: cp.async when its group is waited for, wgmma when it is
-// waited for, and boxes of TMA after some time. A wait that cannot end stops the program.
+// effect late: wgmma when it is waited for, boxes of TMA and copies of cp.async after some time. A wait that cannot end stops the program.
 #pragma once
 
 #include <ucontext.h>
@@ -78,8 +77,7 @@ struct Fiber {
   bool done = false;
   const std::function<bool()>* ready = nullptr;  // what it waits for
   int arrived_at = 0;                            // generation of the cluster barrier
-  std::vector<std::vector<std::function<void()>>> copies{1};
-  std::vector<std::function<void()>> products;
+  std::vector<std::function<void()>> copies, products;
 };
 struct Warp {
   uint32_t values[32];

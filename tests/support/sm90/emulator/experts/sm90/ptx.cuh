@@ -42,25 +42,23 @@ inline void copy_or_zero(uint32_t destination, const void* source, bool valid) {
   const volatile char probe = *static_cast<const char*>(source);
   static_cast<void>(probe);
   const int rank = blockIdx.x % kBlocks;
-  self().copies.back().push_back([=] {
+  self().copies.push_back([=] {
     unsigned char* const to = memory_at(rank, destination);
     valid ? static_cast<void>(std::memcpy(to, source, 16)) : static_cast<void>(std::memset(to, 0, 16));
   });
 }
-inline void copies_commit() {
-  self().copies.emplace_back();
+inline void copies_arrive(uint64_t* barrier) {
+  const int rank = blockIdx.x % kBlocks;
+  block->boxes.push_back([copies = std::move(self().copies), rank, at = shared_address(barrier)] {
+    for (const auto& copy : copies) copy();
+    arrive(rank, at);
+  });
+  self().copies.clear();
 }
-template <int kPending>
-void copies_wait() {
-  auto& groups = self().copies;
-  while (groups.size() > kPending + 1) {
-    for (const auto& copy : groups.front()) copy();
-    groups.erase(groups.begin());
-  }
+inline void store_vector(void* to, const uint32_t (&words)[4]) {
+  std::memcpy(to, words, 16);
 }
-inline void barrier_arrive(uint64_t* barrier) {
-  arrive(blockIdx.x % kBlocks, shared_address(barrier));
-}
+inline void prefetch_to_l2(const void*, int) {}
 inline void named_barrier_sync(int barrier) {
   meet(block->named[barrier], 256, true);
 }
