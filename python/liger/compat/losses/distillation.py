@@ -7,7 +7,7 @@
 import torch
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
-from ..parameters import OptionsModule, loss_of, takes
+from ..parameters import OptionsModule, detached, loss_of, takes
 
 _INPUTS = (
     "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
@@ -23,7 +23,7 @@ def _distil(loss_class):
     @takes(f"{_INPUTS}, {_OPTIONS.replace(' ', ', ')}")
     def apply(student_input, student_weight, true_labels, student_bias, return_soft_hard_loss, **given):
         names = ("teacher_input", "teacher_weight", "teacher_bias")
-        teacher = {name: None if (t := given.pop(name)) is None else t.detach() for name in names}
+        teacher = {name: detached(given.pop(name)) for name in names}
         tensors = student_input, student_weight, true_labels, student_bias
         loss, (soft, hard, *_) = loss_of(loss_class, **given)(*tensors, **teacher)
         if not return_soft_hard_loss:
