@@ -19,7 +19,7 @@ _OPTIONS = (
 )
 
 
-def _distil(loss_class):
+def _distil(name, loss_class):
     @takes(f"{_INPUTS}, {_OPTIONS.replace(' ', ', ')}")
     def apply(student_input, student_weight, true_labels, student_bias, return_soft_hard_loss, **given):
         names = ("teacher_input", "teacher_weight", "teacher_bias")
@@ -37,13 +37,14 @@ def _distil(loss_class):
             soft, hard = (other.soft_loss, hard) if soft is None else (soft, other.hard_loss)
         return loss, soft, hard
 
+    apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = f"""The loss of :class:`liger.losses.{loss_class.__name__}`, or with ``return_soft_hard_loss``
     (loss, distance, cross entropy), the last two without their factors, also where those are 0."""
     return apply
 
 
-liger_fused_linear_jsd = _distil(FusedLinearJSDLoss)
-liger_fused_linear_cosine = _distil(FusedLinearCosineSimilarityLoss)
+liger_fused_linear_jsd = _distil("liger_fused_linear_jsd", FusedLinearJSDLoss)
+liger_fused_linear_cosine = _distil("liger_fused_linear_cosine", FusedLinearCosineSimilarityLoss)
 
 
 class _Distillation(OptionsModule):
