@@ -272,7 +272,7 @@ SIZES = {
 
 def names():
     """All ops with compiled kernels, and the keys of SIZES."""
-    from liger._core.op.backend import FAMILIES
+    from liger._core.op.registration import FAMILIES
 
     return [*(op for family in FAMILIES.values() for op in family.torch_kernels), *SIZES]
 

@@ -102,6 +102,33 @@ def test_luspo_leaves_padding_out(level):
     torch.testing.assert_close(gradients(loss), gradients(expected), rtol=1e-4, atol=1e-5)
 
 
+# --- references ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
+def test_a_reference_that_requires_grad(kind):
+    """Is taken without gradients, as in liger_kernel."""
+    import liger_kernel.chunked_loss
+
+    module = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{kind}Loss")(use_ref_model=True)
+    names = "ref_input", "ref_weight", "kl"
+    given = dict(zip(names, [*REFERENCE, torch.tensor(0.1)], strict=True))
+    if kind == "KTO":
+        given["preference_labels"] = torch.tensor([1, 0, 0, 1])
+    else:
+        del given["kl"]
+    tensors = {"lin_weight": WEIGHT, "_input": HIDDEN_STATES, "target": TARGET}
+    if kind == "GRPO":
+        del tensors["target"]
+        tensors |= {"selected_token_ids": IDS, "attention_mask": MASK, "advantages": ADVANTAGES}
+    loss = module(**tensors, **given)[0]
+    leaves = {name: given[name].clone().requires_grad_() for name in names if name in given}
+    same = module(**tensors, **given | leaves)[0]
+    same.backward(retain_graph=True)
+    assert torch.equal(same, loss) and all(leaf.grad is None for leaf in leaves.values())
+    HIDDEN_STATES.grad = WEIGHT.grad = None
+
+
 # --- distillation -------------------------------------------------------------------------------------------
 
 

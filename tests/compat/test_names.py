@@ -3,7 +3,10 @@
 gradients."""
 
 import importlib
+import inspect
+import pickle
 
+import forked_python
 import pytest
 import torch
 from compat_comparisons import CASES, differentiable, gradients
@@ -30,6 +33,28 @@ def test_every_name_resolves(module):
             pytest.importorskip("triton")
         assert getattr(found, name) is not None
         assert name in dir(found)
+
+
+def test_every_class_and_function_can_be_pickled(tmp_path):
+    """Another process, which need not import liger_kernel, unpickles what the table has there."""
+    pickled, found = [], []
+    for (module, name), source in SOURCES.items():
+        try:
+            value = loaded(source, name)
+        except ImportError:
+            continue  # Of a package that is not installed.
+        if inspect.isclass(value) or inspect.isfunction(value):
+            pickled.append(pickle.dumps(value))
+            assert pickle.loads(pickled[-1]) is value, (module, name)
+            found.append((source, name))
+    assert len(found) > 100
+    (tmp_path / "pickled").write_bytes(pickle.dumps((pickled, found)))
+    program = (
+        "import pickle; pickled, found = pickle.load(open('pickled', 'rb')); "
+        "values = [pickle.loads(each) for each in pickled]; "
+        "from liger.compat.names import loaded; assert values == [loaded(*each) for each in found]"
+    )
+    assert forked_python.python("-c", program, cwd=tmp_path).returncode == 0
 
 
 def test_every_callable_has_a_comparison():

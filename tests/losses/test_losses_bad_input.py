@@ -32,6 +32,10 @@ BAD = {
     "unwanted reference": (dpo(options=FREE, ref_logps=torch.zeros(6)), ValueError, "use_ref_model is False"),
     "no reference weight": (dpo(ref_input=torch.zeros(6, LENGTH, 8)), ValueError, "without ref_weight"),
     "reference grad": (dpo(ref_logps=torch.zeros(6, requires_grad=True)), RuntimeError, "ref_logps requires grad"),
+    "divisor grad": (
+        dpo(options=FREE, denominator=torch.ones((), requires_grad=True)), RuntimeError,
+        "FusedLinearDPOLoss: denominator requires grad",
+    ),
     "reference vocabulary": (
         dpo(ref_input=torch.zeros(6, LENGTH, 8), ref_weight=torch.zeros(30, 8)),
         RuntimeError, "ref_weight has 30 classes, expected 29",

@@ -254,6 +254,22 @@ def test_kto_divergence_and_metrics(device):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_reference_that_requires_grad(device):
+    """Its head may be the head of the policy, which gets the gradient of the policy alone. Hidden states are
+    taken where nothing is differentiated."""
+    hidden, weight, target, _ = make(device)
+    module, ref_hidden = losses.FusedLinearDPOLoss(), make(device)[0].requires_grad_()
+    kto = losses.FusedLinearKTOLoss()
+    weight.requires_grad_()
+    loss, _ = module(hidden, weight, target, **of_reference(ref_hidden.detach(), weight))
+    (grad,) = torch.autograd.grad(loss, weight)
+    loss, _ = module(hidden, weight, target, **of_reference(ref_hidden.detach(), weight.detach()))
+    assert torch.equal(grad, *torch.autograd.grad(loss, weight))
+    kto.estimate_kl(hidden, weight, target, **of_reference(ref_hidden, weight))
+    with torch.no_grad():
+        assert torch.equal(module(hidden, weight, target, **of_reference(ref_hidden, weight))[0], loss)
+
+
 EVERY = {
     "dpo": lambda: losses.FusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True),
     "ipo": lambda: losses.FusedLinearDPOLoss(use_ref_model=False, loss_type="ipo"),

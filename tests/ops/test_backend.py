@@ -12,7 +12,8 @@ import torch
 
 import liger
 from liger._core.op import backend
-from liger._core.op.backend import FAMILIES, BackendUnavailable, parse
+from liger._core.op.backend import BackendUnavailable, parse
+from liger._core.op.registration import FAMILIES
 from liger._core.runtime import load
 
 needs_triton = pytest.mark.skipif(

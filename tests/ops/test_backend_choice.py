@@ -10,7 +10,8 @@ import torch
 from cases import compiled
 
 from liger._core.op import backend
-from liger._core.op.backend import BACKENDS, FAMILIES, BackendUnavailable, code_for, preference, supported
+from liger._core.op.backend import BACKENDS, BackendUnavailable, code_for, preference, supported
+from liger._core.op.registration import FAMILIES
 from liger._core.runtime import load
 
 RMS_NORM = FAMILIES["rms_norm"]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import liger
-from liger._core.op.backend import FAMILIES, PORTABLE
+from liger._core.op.registration import FAMILIES, PORTABLE
 from liger._core.runtime import load
 
 OPS = sorted(

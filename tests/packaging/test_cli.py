@@ -22,7 +22,7 @@ from public_callables import CASES, arguments, differentiable_outputs, weighted_
 
 import liger
 import liger_cli as cli
-from liger._core.op.backend import FAMILIES
+from liger._core.op.registration import FAMILIES
 from liger._core.runtime import load
 from liger._core.runtime.build_info import build_info
 from liger._core.runtime.environment import triton_interpreted

@@ -10,8 +10,8 @@ import torch
 from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 from samples import SAMPLES
 
-from liger._core.op import backend
 from liger._core.op.kernel_checks import checking_arguments, checking_devices
+from liger._core.op.registration import FAMILIES
 
 GPU = torch.cuda.is_available()
 # Their products with weights, before any op of liger, are torch's own, which does not look at the device of a
@@ -96,7 +96,7 @@ def test_a_tensor_of_another_device_raises_in_ops(op, elsewhere, device):
 def tensors_of_forwards():
     """(op, position): of the ops with several backends that public functions call without a check of
     devices."""
-    own = {op: family for family in backend.FAMILIES.values() for op in family.torch_kernels}
+    own = {op: family for family in FAMILIES.values() for op in family.torch_kernels}
     # Each backend of rescale has a check of its own; the public functions of the divergences check before the
     # op.
     return [

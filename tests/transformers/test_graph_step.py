@@ -27,6 +27,36 @@ class Replays:
         return lambda: function().clone()
 
 
+class Captures(Replays):
+    """Graphs of steps without an optimizer, as far as gradients go: a capture writes none, and a replay adds
+    to those that were there at the capture, and writes those that the capture made."""
+
+    model = None
+
+    def capture(self, function):
+        super().capture(function)
+        parameters = list(self.model.parameters())
+        values = [None if p.grad is None else p.grad.clone() for p in parameters]
+        function()
+        captured = [p.grad for p in parameters]
+        for grad, value in zip(captured, values, strict=True):
+            if grad is not None:
+                grad.fill_(torch.nan) if value is None else grad.copy_(value)
+
+        def replay():
+            outside = [p.grad for p in parameters]
+            for parameter, grad, value in zip(parameters, captured, values, strict=True):
+                parameter.grad = None if value is None else grad
+            loss = function().clone()
+            for parameter, grad, value, other in zip(parameters, captured, values, outside, strict=True):
+                if grad is not None and value is None:
+                    grad.copy_(parameter.grad)
+                parameter.grad = other
+            return loss
+
+        return replay
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setattr(step_graphs, "_DEVICE", "cpu")
@@ -128,6 +158,82 @@ def test_gradients_without_an_optimizer():
             for m in (model, expected):
                 m.zero_grad(set_to_none=index != 5)
     assert len(memory) == 1 and step.graphs.captures == 1
+
+
+def a_model_with_a_bias(used):
+    """``used``: whether the model adds its bias to embedded tokens."""
+    model = a_model()
+    model.bias = torch.nn.Parameter(torch.zeros(model.config.hidden_size))
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output + model.bias if used(output) else output
+    )
+    return model
+
+
+def compare_gradients(monkeypatch, used, tokens, zero_after, begin=lambda index: None):
+    """Of each step, without a graph and with graphs."""
+    monkeypatch.setattr(step_graphs, "_Graphs", Captures)
+    # This capture reads its inputs.
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    model, expected = (a_model_with_a_bias(used) for _ in range(2))
+    monkeypatch.setattr(Captures, "model", model)
+    step = graph_step(model)
+    for index, batch in enumerate(tokens):
+        begin(index)
+        expected(**given(batch), use_cache=False).loss.backward()
+        step(**given(batch))
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None), index
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, other.grad)
+        if index in zero_after:
+            for m in (model, expected):
+                m.zero_grad(set_to_none=True)
+    return step
+
+
+@pytest.mark.parametrize("zero_after", [{3, 8, 10, 11}, {8}], ids=["at captures", "between"])
+def test_gradients_of_one_shape_alone(monkeypatch, zero_after):
+    """A parameter has no gradient, not a gradient of zeros, where only the other shape trains it."""
+    tokens = [b for pair in zip(batches(7, 2, 8), batches(7, 1, 6), strict=True) for b in pair]
+    step = compare_gradients(monkeypatch, lambda output: output.shape[1] == 8, tokens, zero_after)
+    assert step.graphs.captures == 2
+
+
+def test_a_first_gradient_in_a_capture(monkeypatch):
+    """A graph adds to it, as to the others, since the step is captured again with memory for it."""
+    trains = []
+    step = compare_gradients(
+        monkeypatch, lambda output: bool(trains), batches(9, 2, 8), {6},
+        begin=lambda index: trains.append(index) if index >= step_graphs.WARM_UP else None,
+    )  # fmt: skip
+    assert step.graphs.captures == 2
+
+
+def test_a_learning_rate_of_several_groups():
+    """A tensor that groups share is the rate of all, until one of them gets a rate of its own."""
+    after = []
+    for graphed in (False, True):
+        model, rate = a_model(), torch.tensor(0.1)
+        head = model.lm_head.weight
+        others = [p for p in model.parameters() if p is not head]
+        optimizer = capturable_sgd([{"params": others}, {"params": [head]}], lr=rate)
+        step = graph_step(model, optimizer) if graphed else None
+        for index, batch in enumerate(batches(10, 1, 6)):
+            if index == 4:
+                rate.fill_(0.2)
+            if index == 5:
+                optimizer.param_groups[1]["lr"] = torch.tensor(0.05) if graphed else 0.05
+            if graphed:
+                step(**given(batch))
+            else:
+                model(**given(batch), use_cache=False).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
+        after.append([p.detach() for p in model.parameters()])
+    assert step.graphs.captures == 1 and step.shapes  # after the rate of its own
+    torch.testing.assert_close(after[1], after[0])
 
 
 @pytest.mark.slow

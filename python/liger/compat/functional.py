@@ -33,7 +33,7 @@ def _with_choice(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 )
         return function(*args, **kwargs)
 
-    chosen.__name__ = chosen.__qualname__ = name
+    chosen.__module__, chosen.__name__, chosen.__qualname__ = __name__, name, name
     return chosen
 
 

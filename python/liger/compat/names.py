@@ -7,6 +7,7 @@ whose static ``apply`` is that function. Names that liger_kernel 0.8.5 has and t
 listed in docs/guides/compat.md with the reason.
 """
 
+import copyreg
 import functools
 import importlib
 from typing import Any
@@ -155,6 +156,12 @@ def needed_packages(source: str, name: str) -> tuple[str, ...]:
     return _NEEDED.get(name) or _NEEDED.get(source, ())
 
 
+class _FunctionClass(type):
+    """The type of the classes that stand in for autograd functions, which are made from the tables."""
+
+    source: str
+
+
 @functools.cache
 def loaded(source: str, name: str) -> Any:
     """What the tables call ``name``, from ``source``: a module of liger.compat, or ``module:function``."""
@@ -163,7 +170,12 @@ def loaded(source: str, name: str) -> Any:
     if not function:
         return found
     # No autograd function: the ops of liger are differentiable themselves.
-    return type(name, (), {"apply": staticmethod(found), "__doc__": found.__doc__})
+    attributes = {"apply": staticmethod(found), "source": source, "__doc__": found.__doc__}
+    return _FunctionClass(name, (), attributes)
+
+
+# No module has these classes before their first use.
+copyreg.pickle(_FunctionClass, lambda made: (loaded, (made.source, made.__name__)))
 
 
 def is_starred(module: str, name: str) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -31,6 +32,11 @@ def takes(parameters: str) -> Callable[[Callable[..., Any]], Any]:
 @functools.lru_cache(maxsize=256)
 def _instance(loss_class, options):
     return loss_class(**dict(options))
+
+
+def detached(value: Any) -> Any:
+    """A tensor that liger_kernel takes without its gradient, and losses of liger only where it has none."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def loss_of(loss_class: Any, *, compiled: Any = None, chunk_size: Any = None, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.fakes import register_fake
+from .._core.op.loss_rows import refuse_gradients
 from .._core.op.tensors import (
     check_device,
     check_divisor,
@@ -204,7 +205,8 @@ def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tens
 
 def as_scalar(name: str, value: float | Tensor, batch: Any) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate
-    dtype. ``batch``: a :class:`Batch`, or the tokens of a distillation batch."""
+    dtype. ``batch``: a :class:`Batch`, or the tokens of a distillation batch. Raises RuntimeError for a
+    tensor that requires grad."""
     # A scalar on the CPU is taken with tensors of any device, as torch does.
     if isinstance(value, torch.Tensor) and value.device not in (batch.input.device, torch.device("cpu")):
         raise RuntimeError(
@@ -214,4 +216,5 @@ def as_scalar(name: str, value: float | Tensor, batch: Any) -> Tensor:
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=dtype, device=device)
     check_divisor(batch.op, name, value)
+    refuse_gradients(batch.op, **{name: value})
     return value.detach().to(device, dtype).reshape(())

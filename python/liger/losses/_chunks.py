@@ -17,7 +17,7 @@ from .._core.head.float32 import Float32LMHeadGradients, bytes_per_logit
 from .._core.head.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
 from .._core.head.sm90_plan import ENGINE, LinearCePlan
 from .._core.math.computed_rows import AllRows, row_chunks
-from .._core.op.backend import FAMILIES
+from .._core.op.registration import FAMILIES
 
 # permute_rows() needs memory for at least so many bytes of each row.
 _MIN_PERMUTE_BYTES = 64

@@ -165,7 +165,8 @@ class PreferenceLoss(FusedLinearLoss):
                 predicts.
             bias: (V,) or None.
             mask: the shape of target, 0 at tokens to ignore.
-            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
+            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM and get no
+                gradient.
             ref_logps: instead of these, log-probabilities of the reference: per token in the shape of target,
                 or sums per sequence, (2 * pairs,).
             nll_target: the targets of the likelihood term, in the shape of target; None for target itself. If
@@ -190,7 +191,8 @@ class PreferenceLoss(FusedLinearLoss):
             TypeError: an argument has a wrong type.
             ValueError: no reference although ``use_ref_model`` is True, a reference although it is False, or
                 both ``nll_target`` and ``nll_mask``.
-            RuntimeError: an odd number of sequences; mismatched shapes, dtypes, devices or vocabularies.
+            RuntimeError: an odd number of sequences; mismatched shapes, dtypes, devices or vocabularies;
+                ref_input, ref_logps or a denominator that requires grad.
         """
 
         def make_batch(target, mask=None):

@@ -15,6 +15,7 @@ from .._core.head.lm_head import HeadOptions
 from .._core.op.arguments import FLAG, HEAD, arguments
 from .._core.op.autocast import autocast_operands
 from .._core.op.autograd import recording_tracer, wants_grad
+from .._core.op.loss_rows import refuse_gradients
 from .._core.op.tensors import LayerNames, check_accum_dtype, check_layer, check_logits_dtype, wrong_shape
 from .._core.runtime.memory_budget import check_budget_variable
 from ..ops.fused_linear_ce.add_grad_weight import logprobs_adding_grad_weight, summed_weight
@@ -201,11 +202,15 @@ class FusedLinearLoss(nn.Module):
     ) -> None:
         """Checks the tensors of a reference model, whether or not the loss uses them. Each may be None.
 
+        The head of the reference may require grad, since it may be the head of the policy.
+
         Raises:
             RuntimeError: the shapes of ``ref_input`` and the batch differ, or the vocabularies of the two
-                models.
+                models; ``ref_input`` requires grad where gradients are computed.
             ValueError: ``ref_bias`` without ``ref_weight``.
         """
+        if torch.is_grad_enabled():
+            refuse_gradients(batch.op, ref_input=ref_input)
         if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
             expected = f"the shape of target, {tuple(batch.token_shape)}, and a last dimension"
             raise wrong_shape(batch.op, "ref_input", ref_input, expected)

@@ -61,7 +61,7 @@ class _TwoHeadLoss(DistillationLoss):
             TypeError: an argument has a wrong type.
             ValueError: no target for the cross entropy; no teacher, or one that is given twice or in part.
             RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a target that is not
-                a class; a tensor of the teacher that requires grad.
+                a class; a tensor of the teacher or a denominator that requires grad.
         """
         rows = self._rows(input, target, mask)
         parts = {

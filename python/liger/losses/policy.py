@@ -323,7 +323,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             old_per_token_logps: log-probabilities of the policy that sampled the answers, in the same shape;
                 None means that the policy has not changed since.
             ref_input, ref_weight, ref_bias: the reference model, instead of its log-probabilities. It costs
-                one GEMM.
+                one GEMM and gets no gradient.
             vllm_is_ratio: (S,), (S, 1) or the shape of target: factors of the loss that correct for different
                 probabilities of the sampler.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the
@@ -338,7 +338,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         Raises:
             TypeError: an argument has a wrong type.
             ValueError: no reference although beta is not 0.
-            RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; a tensor that requires grad,
+                except for the first four, ref_weight and ref_bias.
         """
         batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         batch.check("advantages", advantages, batch.shape[:1], batch.token_shape)

@@ -129,7 +129,8 @@ class FusedLinearKTOLoss(FusedLinearLoss):
             kl: a number or a tensor with one element, the KL divergence from the reference in nats, for
                 example from :meth:`estimate_kl`; None means 0.
             mask: the shape of target, 0 at tokens to ignore.
-            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
+            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM and get no
+                gradient.
             ref_logps: instead of the reference model, its log-probabilities per token in the shape of target,
                 or their sums per sequence, (S,).
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the
@@ -143,7 +144,8 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         Raises:
             TypeError: an argument has a wrong type.
             ValueError: no reference although ``use_ref_model`` is True, or a reference although it is False.
-            RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; ref_input, ref_logps, kl or a
+                denominator that requires grad.
         """
         batch = self.batch(input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         batch.check("preference_labels", preference_labels, batch.shape[:1])
@@ -154,10 +156,11 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         )
         sequences = max(batch.shape[0], 1) if denominator is None else denominator
         sequences = as_scalar("denominator", sequences, batch)
-        if kl is None or self.loss_type == "apo_zero_unpaired":
-            kl = 0.0
+        kl = as_scalar("kl", 0.0 if kl is None else kl, batch)
+        if self.loss_type == "apo_zero_unpaired":
+            kl = torch.zeros_like(kl)
         given = {"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable}
-        shared = {"kl": as_scalar("kl", kl, batch), "sequences": sequences}
+        shared = {"kl": kl, "sequences": sequences}
         loss, logprobs, _, tokens = self.run(
             batch, weight, bias, given=given, shared=shared, divisor=lambda: sequences
         )

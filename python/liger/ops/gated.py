@@ -22,9 +22,9 @@ from .._core.op.autograd import (
     non_overlapping,
     refuse_inplace_leaf,
 )
-from .._core.op.backend import register_family
 from .._core.op.by_name import by_name
 from .._core.op.declared import derive
+from .._core.op.registration import register_family
 from .._core.op.types import Activation, Approximate
 
 # --- formulas -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import NOT_NEGATIVE, arguments
-from .._core.op.backend import declared_family
+from .._core.op.registration import declared_family
 from .moment_norm import parameter_grad, rows_grad, rows_normalised
 
 

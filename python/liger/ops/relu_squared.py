@@ -5,7 +5,7 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.op.arguments import arguments
-from .._core.op.backend import declared_family
+from .._core.op.registration import declared_family
 
 
 def relu_squared_torch(x):

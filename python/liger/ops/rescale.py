@@ -9,8 +9,8 @@ import torch
 
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.row_blocks import row_blocks
-from .._core.op.backend import register_family
 from .._core.op.fakes import register_fake
+from .._core.op.registration import register_family
 from .._core.op.tensors import wrong_shape
 
 

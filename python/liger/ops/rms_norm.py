@@ -13,7 +13,7 @@ import torch
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from .._core.op.backend import declared_family
+from .._core.op.registration import declared_family
 from .._core.op.types import CastingMode
 
 

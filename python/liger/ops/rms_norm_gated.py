@@ -17,8 +17,8 @@ import torch
 from .._core.math.dtypes import accumulate_dtype
 from .._core.math.memory_format import laid_out_like
 from .._core.op.arguments import FLAG, NORM, arguments, check
-from .._core.op.backend import declared_family
 from .._core.op.by_name import by_name
+from .._core.op.registration import declared_family
 from .._core.op.types import CastingMode, GateActivation
 
 

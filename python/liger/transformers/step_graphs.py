@@ -39,8 +39,9 @@ def graph_step(
       shape, with -100 as labels. A shape that is rare, such as the last batch of an epoch, runs without a
       graph.
     - **With an optimizer**, its settings become ``capturable=True`` and its learning rates tensors, which
-      schedulers and assignments fill. Other settings stay as captured. After its
-      ``load_state_dict()`` all shapes are captured again.
+      schedulers and assignments fill. Other settings stay as captured. After its ``load_state_dict()``, or
+      if one of several groups with the same tensor as learning rate gets another, all shapes are captured
+      again.
     - **Without one**, a call adds to the gradients, so a call per micro-batch accumulates, and
       ``optimizer.step()`` and ``zero_grad()`` follow as usual. From the capture on gradients lie in the same
       memory at every step.
@@ -119,6 +120,8 @@ class _Shape:
 
     def __init__(self):
         self.steps, self.inputs, self.replay = 0, None, None
+        # Without an optimizer: the parameters whose gradients a step adds to.
+        self.trained: set[Tensor] = set()
 
 
 class _GraphStep:
@@ -131,8 +134,8 @@ class _GraphStep:
         self.groups, self.rates = None, []
         if optimizer is not None:
             self._follow_optimizer()
-        # Without an optimizer: the parameters with gradients, and the memory of each from the capture on.
-        self.trained: dict[Tensor, Tensor | None] = {}
+        # Without an optimizer: the memory of gradients from the capture on.
+        self.memory: dict[Tensor, Tensor] = {}
 
     def __call__(self, **inputs: Tensor) -> Tensor:
         if self.optimizer is not None:
@@ -146,15 +149,19 @@ class _GraphStep:
         with _without_cached_casts():
             if shape.steps < WARM_UP:
                 given = {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
+                before = self._gradients()
                 loss = self.graphs.run(lambda: self._train(given))
                 shape.steps += 1
-                self.trained |= {p: self.trained.get(p) for p in self.parameters if p.grad is not None}
+                for parameter, (grad, version) in self._gradients().items():
+                    old, of_old = before.get(parameter, (None, 0))
+                    if old is not grad or of_old != version:
+                        shape.trained.add(parameter)
                 return loss
             if shape.replay is None:
                 self._capture(shape, inputs)
         for name, value in inputs.items():
             shape.inputs[name].copy_(value, non_blocking=True)
-        self._lay_gradients()
+        self._lay_gradients(shape)
         return shape.replay()
 
     def _follow_optimizer(self):
@@ -165,11 +172,18 @@ class _GraphStep:
             _make_capturable(self.optimizer, self.parameters)
             self.groups = self.optimizer.param_groups
             self.rates = [group["lr"] for group in self.groups]
-            if self.shapes:
-                self.graphs, self.shapes = _Graphs(self.device), {}
-        for group, rate in zip(self.groups, self.rates, strict=True):
+            self._start_again()
+        for index, (group, rate) in enumerate(zip(self.groups, self.rates, strict=True)):
             if group["lr"] is not rate:
+                if sum(rate is other for other in self.rates) > 1:
+                    # The other groups keep the tensor, and the graphs read it for this one too.
+                    rate = self.rates[index] = torch.empty_like(rate)
+                    self._start_again()
                 group["lr"] = rate.fill_(group["lr"])
+
+    def _start_again(self):
+        if self.shapes:
+            self.graphs, self.shapes = _Graphs(self.device), {}
 
     def _shape_of(self, inputs):
         for name, value in inputs.items():
@@ -197,25 +211,40 @@ class _GraphStep:
     def _capture(self, shape, inputs):
         _check_dropout(self.model)
         given = {name: torch.empty_like(value, device=self.device) for name, value in inputs.items()}
-        self._lay_gradients()
-        try:
-            shape.replay = self.graphs.capture(lambda: self._train(given))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            for parameter in self.parameters:
-                if parameter not in self.trained:
-                    parameter.grad = None
-            first = str(error).partition("\n")[0]
-            raise RuntimeError(f"{_NAME}: the step cannot be captured: {first} ({_CAUSES})") from error
-        shape.inputs = given
+        missed = True
+        while missed:
+            # A gradient that a capture makes lies in the memory of its graph, which writes it where it should
+            # add: such parameters join the others for a second capture.
+            aside = {p: p.grad for p in self.parameters if p not in shape.trained}
+            for parameter in aside:
+                parameter.grad = None
+            self._lay_gradients(shape)
+            try:
+                # The graph of the first capture lives until here, and so does the memory of all graphs.
+                replay = self.graphs.capture(lambda: self._train(given))
+                missed = [p for p in aside if p.grad is not None]
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise RuntimeError(f"{_NAME}: the step cannot be captured: {first} ({_CAUSES})") from error
+            finally:
+                for parameter, grad in aside.items():
+                    parameter.grad = grad
+            shape.trained.update(missed)
+        shape.inputs, shape.replay = given, replay
 
-    def _lay_gradients(self):
-        """Without an optimizer: moves gradients to the memory that the graphs add to."""
+    def _gradients(self):
+        """The gradients that there are, and how often each was written, as far as torch knows."""
+        return {p: (p.grad, p.grad._version) for p in self.parameters if p.grad is not None}
+
+    def _lay_gradients(self, shape):
+        """Without an optimizer: moves the gradients of a shape to the memory that the graphs add to."""
         zeros = []
-        for parameter, memory in self.trained.items():
+        for parameter in shape.trained:
+            memory = self.memory.get(parameter)
             if memory is None:
-                memory = self.trained[parameter] = torch.empty_like(parameter)
+                memory = self.memory[parameter] = torch.empty_like(parameter)
             if parameter.grad is None:
                 zeros.append(memory)
             elif parameter.grad is not memory:

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import tiny_models
 import torch
+from combinations import seeded_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger.transformers as lt
@@ -51,6 +52,23 @@ def set_level(model, level):
 
 def llama(**settings):
     return tiny_models.make("llama", num_hidden_layers=LAYERS, **settings)
+
+
+def sdpa_llama(**settings):
+    """Eager attention cannot be kept alone."""
+    return llama(attn_implementation="sdpa", **settings)
+
+
+def planned(model, given, level=0, **settings):
+    """The planner of a model with a plan, at a level, after a step that it has counted."""
+    lt.checkpoint(model, PLENTY, **settings)
+    for _ in range(SETTLING):
+        set_level(model, 0)
+        seeded_step(model, given)
+    if level:
+        set_level(model, level)
+    (planner,) = planners(model)
+    return planner
 
 
 def kept(model):

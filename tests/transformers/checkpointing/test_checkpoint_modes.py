@@ -124,41 +124,44 @@ def test_adapters(mode):
     mode.check(planner, level)
 
 
-def test_accumulation_and_evaluation(mode):
-    """Micro-batches of two forwards each, and forwards without gradients between the steps."""
+def check_at_levels(mode, step):
+    """``step(model)``: the loss, after its backward."""
     planner, models = mode.pair()
     for level in (0, 1, LAYERS - FEWEST):
         set_level(models[0], level)
         results = []
         for model in models:
             model.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                model(**tiny_models.batch())
-            model.train()
-            for tokens in (11, 8, 11):
-                loss = model(**tiny_models.batch(tokens=tokens)).loss
-                loss = loss - 0.5 * model(**tiny_models.batch(tokens=7)).loss
-                loss.backward()
-            results.append(result_of(model, loss))
+            results.append(result_of(model, step(model)))
         assert_bits(*results)
     mode.check(planner, level)
+
+
+def test_accumulation_and_evaluation(mode):
+    """Micro-batches of two forwards each, and forwards without gradients between the steps."""
+
+    def step(model):
+        model.eval()
+        with torch.no_grad():
+            model(**tiny_models.batch())
+        model.train()
+        for tokens in (11, 8, 11):
+            loss = model(**tiny_models.batch(tokens=tokens)).loss
+            loss = loss - 0.5 * model(**tiny_models.batch(tokens=7)).loss
+            loss.backward()
+        return loss.detach()
+
+    check_at_levels(mode, step)
 
 
 def test_two_backwards_of_one_graph(mode):
-    planner, models = mode.pair()
-    for level in (0, 1, LAYERS - FEWEST):
-        set_level(models[0], level)
-        results = []
-        for model in models:
-            model.zero_grad()
-            loss = model(**tiny_models.batch()).loss
-            loss.backward(retain_graph=True)
-            loss.backward()
-            results.append(result_of(model, loss))
-            del loss
-        assert_bits(*results)
-    mode.check(planner, level)
+    def step(model):
+        loss = model(**tiny_models.batch()).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    check_at_levels(mode, step)
 
 
 def test_errors_and_forwards_without_a_backward(mode):

@@ -23,7 +23,8 @@ from planned_llama import (
     assert_bits,
     attention_first,
     counts,
-    llama,
+    planned,
+    sdpa_llama,
     set_level,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,19 +36,6 @@ from liger.transformers.checkpointing.checkpoint import planners
 from liger.transformers.checkpointing.memory_plan import State
 
 pytestmark = pytest.mark.usefixtures(attention_first.__name__)
-
-
-def sdpa_llama(**settings):
-    return llama(attn_implementation="sdpa", **settings)
-
-
-def planned(model, given, level):
-    """The model with a plan after one counted step, at a level."""
-    lt.checkpoint(model, PLENTY)
-    set_level(model, 0)
-    seeded_step(model, given)
-    set_level(model, level)
-    return model
 
 
 def kernels_of(model, given):
@@ -77,7 +65,7 @@ def test_masks(length, packed):
 
 def test_the_kernel_runs_once_per_step():
     given = inputs_of("llama")
-    model = planned(sdpa_llama(), given, 0)
+    model = planned(sdpa_llama(), given).model
     assert kernels_of(model, given)[1] == (2 * LAYERS, LAYERS)
     for level in (1, MOST):
         set_level(model, level)
@@ -102,7 +90,7 @@ def test_the_math_kernel_is_recomputed():
 def test_a_kernel_that_changes_between_steps():
     """Counted without dropout, then with it: the layer recomputes a call that it cannot keep."""
     given = inputs_of("llama")
-    models = [planned(sdpa_llama(), given, MOST), sdpa_llama()]
+    models = [planned(sdpa_llama(), given, MOST).model, sdpa_llama()]
     for model in models:
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.2
@@ -116,7 +104,7 @@ def test_eager_attention_is_recomputed(family):
     given = inputs_of("llama")
     models = [tiny_models.make(family, num_hidden_layers=LAYERS) for _ in range(2)]
     expected = seeded_step(models[1], given)
-    planned(models[0], given, 0)
+    planned(models[0], given)
     assert_bits(seeded_step(models[0], given), expected)
     assert planners(models[0])[0].plan.layers[1] == [0] * len(planners(models[0])[0].layers)
     assert (
@@ -131,7 +119,7 @@ def test_eager_attention_is_recomputed(family):
 def test_bytes():
     """The output and a float32 per row and head."""
     given = inputs_of("llama")
-    model = planned(sdpa_llama(), given, MOST)
+    model = planned(sdpa_llama(), given, MOST).model
     seeded_step(model, given)
     (planner,) = planners(model)
     rows = given["input_ids"].numel()
@@ -253,7 +241,7 @@ def test_a_reentrant_checkpoint_keeps_no_attention():
 def test_compiled():
     """Compiled code keeps the outputs of the same kernels."""
     given = inputs_of("llama")
-    model = planned(sdpa_llama(), given, MOST)
+    model = planned(sdpa_llama(), given, MOST).model
     expected = seeded_step(model, given)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")

@@ -2,6 +2,7 @@
 """Kept attention in host memory: bits, bytes, and the order of copies, waits and reuse of memory."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import planned_llama
 import tiny_models
-from combinations import seeded_step
 from planned_llama import (
     FEWEST,
     LAYERS,
@@ -20,7 +21,7 @@ from planned_llama import (
     assert_bits,
     attention_first,
     free_bytes,
-    llama,
+    sdpa_llama,
     set_level,
 )
 from test_offload import small_tensors_move  # noqa: F401  a fixture
@@ -39,14 +40,7 @@ INPUT = OUTPUT = 22 * 64 * 4
 SUMS = 22 * 4 * 4
 
 
-def planned(model, given, **settings):
-    """A planned model after a counted step, and its planner."""
-    lt.checkpoint(model, PLENTY, **{"offload": True, **settings})
-    for _ in range(SETTLING):
-        set_level(model, 0)
-        seeded_step(model, given)
-    (planner,) = planners(model)
-    return planner
+planned = functools.partial(planned_llama.planned, offload=True)
 
 
 def is_empty(store):
@@ -55,7 +49,7 @@ def is_empty(store):
 
 def test_what_is_moved():
     """Of every recomputed layer but the last one: its input, and the attention that it keeps."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given)
     for level in range(2 * MOST + 1):
         for _ in range(SETTLING):
@@ -71,7 +65,7 @@ def test_what_is_moved():
 
 def test_tensors_leave_in_the_forward():
     """At its end, kept tensors of the last recomputed layer alone are on the device."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given)
     set_level(model, MOST)
     seen = []
@@ -89,7 +83,7 @@ def test_the_plan_counts_them():
     """On the device are the attention of two layers, and in host memory the attention of the others."""
     given, costs = tiny_models.batch(), {}
     for choice in (False, True):
-        planner = planned(llama(attn_implementation="sdpa"), given, offload=choice)
+        planner = planned(sdpa_llama(), given, offload=choice)
         set_level(planner.model, MOST)
         tiny_models.step(planner.model, **given)
         one = OUTPUT + SUMS
@@ -103,7 +97,7 @@ def test_the_plan_counts_them():
 
 def test_a_bound_of_host_memory_bounds_the_plan():
     """A level whose attention has no room on the host counts it on the device."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given)
     tiny_models.step(model, **given)
     store, plan = planner.store, planner.plan
@@ -124,7 +118,7 @@ def test_a_bound_of_host_memory_bounds_the_plan():
 def test_little_host_memory():
     """What has no room stays on the device, with the same bits."""
     given = tiny_models.batch()
-    models = [llama(attn_implementation="sdpa") for _ in range(2)]
+    models = [sdpa_llama() for _ in range(2)]
     planner = planned(models[0], given, offload=4 * 4096)
     set_level(models[0], MOST)
     for _ in range(2):
@@ -135,7 +129,7 @@ def test_little_host_memory():
 def test_inputs_that_are_too_small_to_move(monkeypatch):
     """The plan asks for room on the host before anything has moved."""
     monkeypatch.setattr(offload, "WORTH_MOVING", INPUT + 1)
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa", head_dim=32)
+    given, model = tiny_models.batch(), sdpa_llama(head_dim=32)
     planner = planned(model, given)
     assert planner.store.moved == planner.store.refused == 0
     set_level(model, MOST)
@@ -144,7 +138,7 @@ def test_inputs_that_are_too_small_to_move(monkeypatch):
 
 
 def test_a_copy_counts_the_inputs_that_the_store_moves():
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given, offload=10**6)
     # The inputs of the last step count, too.
     assert planners(copy.deepcopy(model))[0].store.most == (LAYERS - 1) * INPUT > planner.store.most
@@ -173,7 +167,7 @@ def test_copies_that_take_longer_than_a_layer(hidden, monkeypatch):
             return (0.5 if hidden else 0.1), 0.05
 
     monkeypatch.setattr(planning, "LayerTimer", Timer)
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     lt.checkpoint(model, PLENTY, offload=True)
     (planner,) = planners(model)
     begin = planner._begin
@@ -236,7 +230,7 @@ def recorder(monkeypatch):
 
 def test_the_order_of_a_step(recorder):
     """Copies of a layer go out one by one in the forward and come back in the backward, layer by layer."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given)
     set_level(model, MOST)
     tiny_models.step(model, **given)
@@ -279,7 +273,7 @@ def test_the_order_of_a_step(recorder):
 
 def test_one_layer_ahead(recorder):
     """When the backward reads the input of a layer, the copies of the layer before have been started."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planned(model, given)
     set_level(model, MOST)
     tiny_models.step(model, **given)
@@ -297,7 +291,7 @@ def test_one_layer_ahead(recorder):
 
 def test_memory_is_written_again_after_its_readers(recorder):
     """In the next step, copies out wait for the copies back that read the same memory."""
-    given, model = tiny_models.batch(), llama(attn_implementation="sdpa")
+    given, model = tiny_models.batch(), sdpa_llama()
     planner = planned(model, given)
     set_level(model, MOST)
     tiny_models.step(model, **given)

@@ -12,7 +12,7 @@ import torch
 
 from ..dtensor.inputs import is_dtensor
 from ..op.arguments import described, dtype_name
-from ..op.backend import FAMILIES
+from ..op.registration import FAMILIES
 from .sm90_plan import ENGINE, ENGINE_DTYPES, round_up
 
 NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"

@@ -17,8 +17,8 @@ from ..math.dtypes import accumulate_dtype
 from ..math.float32_matmul import write_float32_linear
 from ..math.matmul import product, without_ignored, write_linear
 from ..op.arguments import POSITIVE, check
-from ..op.backend import FAMILIES
 from ..op.by_name import options_among
+from ..op.registration import FAMILIES
 from .cross_entropy import CEOptions, Metrics
 from .sm90_plan import LinearBackwardPlan
 

@@ -7,7 +7,7 @@
 import torch
 
 from ...losses import FusedLinearCosineSimilarityLoss, FusedLinearJSDLoss
-from ..parameters import OptionsModule, loss_of, takes
+from ..parameters import OptionsModule, detached, loss_of, takes
 
 _INPUTS = (
     "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
@@ -19,11 +19,11 @@ _OPTIONS = (
 )
 
 
-def _distil(loss_class):
+def _distil(name, loss_class):
     @takes(f"{_INPUTS}, {_OPTIONS.replace(' ', ', ')}")
     def apply(student_input, student_weight, true_labels, student_bias, return_soft_hard_loss, **given):
         names = ("teacher_input", "teacher_weight", "teacher_bias")
-        teacher = {name: None if (t := given.pop(name)) is None else t.detach() for name in names}
+        teacher = {name: detached(given.pop(name)) for name in names}
         tensors = student_input, student_weight, true_labels, student_bias
         loss, (soft, hard, *_) = loss_of(loss_class, **given)(*tensors, **teacher)
         if not return_soft_hard_loss:
@@ -37,13 +37,14 @@ def _distil(loss_class):
             soft, hard = (other.soft_loss, hard) if soft is None else (soft, other.hard_loss)
         return loss, soft, hard
 
+    apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = f"""The loss of :class:`liger.losses.{loss_class.__name__}`, or with ``return_soft_hard_loss``
     (loss, distance, cross entropy), the last two without their factors, also where those are 0."""
     return apply
 
 
-liger_fused_linear_jsd = _distil(FusedLinearJSDLoss)
-liger_fused_linear_cosine = _distil(FusedLinearCosineSimilarityLoss)
+liger_fused_linear_jsd = _distil("liger_fused_linear_jsd", FusedLinearJSDLoss)
+liger_fused_linear_cosine = _distil("liger_fused_linear_cosine", FusedLinearCosineSimilarityLoss)
 
 
 class _Distillation(OptionsModule):

@@ -7,7 +7,7 @@
 import torch
 
 from ...losses import FusedLinearGRPOLoss
-from ..parameters import OptionsModule, loss_of, takes
+from ..parameters import OptionsModule, detached, loss_of, takes
 
 # Tensors that keep their names.
 _TENSORS = (
@@ -52,6 +52,7 @@ def liger_fused_linear_grpo(
             whatever is given for the reference.
     """
     tensors = {name: given.pop(name) for name in _TENSORS}
+    tensors["ref_input"] = detached(tensors["ref_input"])
     if not use_ref_model:
         tensors["ref_per_token_logps"] = None
     if tensors["ref_per_token_logps"] is not None or not use_ref_model:

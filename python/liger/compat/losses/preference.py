@@ -15,7 +15,7 @@ from ...losses import (
     FusedLinearSimPOLoss,
 )
 from ...losses.preference import _log1mexp
-from ..parameters import OptionsModule, loss_of, takes
+from ..parameters import OptionsModule, detached, loss_of, takes
 
 
 @torch.no_grad()
@@ -40,8 +40,8 @@ def _of_pairs(loss_class, _input, weight, target, bias, tensors, options, more=l
 
 
 def _reference(use_ref_model, **tensors):
-    """The arguments of a reference; without its use, liger_kernel ignores them."""
-    return tensors if use_ref_model else {}
+    """The arguments of a reference, which gets no gradient; without its use, liger_kernel ignores them."""
+    return {name: detached(t) for name, t in tensors.items()} if use_ref_model else {}
 
 
 # --- functions ----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def liger_fused_linear_kto(
     tensors = _reference(
         options["use_ref_model"], ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias
     )
-    tensors |= {"preference_labels": preference_labels, "kl": kl}
+    tensors |= {"preference_labels": preference_labels, "kl": detached(kl)}
     loss, m = loss_of(FusedLinearKTOLoss, **options)(_input, weight, target, bias, **tensors)
     sums, desirable = _logit_sums(_input, weight, bias), preference_labels != 0
     logits = (torch.where(which, sums, 0.0).sum() for which in (desirable, ~desirable))

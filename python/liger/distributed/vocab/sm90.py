@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..._core.head.sm90_plan import ENGINE, plan_chunks_sm90, round_up
-from ..._core.op.backend import FAMILIES
+from ..._core.op.registration import FAMILIES
 from .shards import VocabShards, gather
 
 

@@ -29,12 +29,12 @@ from ..._core.op.autograd import (
     refuse_inplace_leaf,
     wants_grad,
 )
-from ..._core.op.backend import register_composite
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
 from ..._core.op.nodes import entering, register_cross_entropy
+from ..._core.op.registration import register_composite
 from ..._core.op.tensors import check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, CrossEntropyOptions, Reduction, Scalar
 from . import rows as _rows  # noqa: F401  registers the torch kernels

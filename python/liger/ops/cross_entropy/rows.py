@@ -15,8 +15,8 @@ from ..._core.head.cross_entropy import (
     row_gradient,
 )
 from ..._core.math.row_blocks import row_blocks
-from ..._core.op.backend import register_family
 from ..._core.op.by_name import by_name
+from ..._core.op.registration import register_family
 
 
 def _forward(gradient, logits, target, options, metrics):

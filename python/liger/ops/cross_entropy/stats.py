@@ -22,8 +22,8 @@ from ..._core.math.computed_rows import ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
 from ..._core.op.autograd import differentiable, differentiable_once, forbid_autograd
-from ..._core.op.backend import register_family
 from ..._core.op.fakes import register_fake
+from ..._core.op.registration import register_family
 
 # Lower bound of l in coef_log * l: exp(l) is 0 for a class without probability, and 0 * -inf would be NaN.
 _MIN_LOG = -1e30

@@ -18,10 +18,10 @@ from ..._core.op.autograd import (
     forbid_autograd,
     refuse_gradient_outputs,
 )
-from ..._core.op.backend import register_composite
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.registration import register_composite
 from ..._core.op.tensors import check_floating
 from ..._core.op.types import DivergenceReduction, Scalar
 from . import rows as _rows  # noqa: F401  registers the torch kernels

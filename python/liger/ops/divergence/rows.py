@@ -6,7 +6,7 @@ import torch
 from ..._core.math.computed_rows import ignored_rows
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
-from ..._core.op.backend import register_family
+from ..._core.op.registration import register_family
 
 
 def mixture_beta(beta, dtype=torch.float32):

@@ -16,8 +16,8 @@ from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import dtype_name
 from ..._core.op.autograd import forbid_autograd, recording_tracer, wants_grad
-from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.registration import register_portable
 from ..._core.op.tensors import check_classes, wrong_shape
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias

@@ -15,8 +15,8 @@ from ..._core.head.cross_entropy import CEOptions, LogProbMetrics, Metrics, make
 from ..._core.head.lm_head import HeadOptions, LMHead
 from ..._core.head.low_rank import LowRank, LowRankGradients, check_low_rank
 from ..._core.head.results import LogProbRows
-from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.registration import register_portable
 from ..._core.op.tensors import check_classes
 
 _CE, _LOGPROBS = "fused_linear_ce", "fused_linear_logprobs"

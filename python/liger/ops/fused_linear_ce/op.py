@@ -33,10 +33,10 @@ from ..._core.math.row_blocks import row_blocks
 from ..._core.op.arguments import CE_OPTIONS, FLAG, LORA, arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.backend import register_composite, register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.loss_rows import denominator_tensor, flatten_rows
+from ..._core.op.registration import register_composite, register_family
 from ..._core.op.tensors import check_accum_dtype, check_denominator, check_ignore_index
 from ..._core.op.types import CrossEntropyMetric, FusedCrossEntropyOptions, Reduction, Scalar
 from ..._core.runtime.memory_budget import check_budget_variable

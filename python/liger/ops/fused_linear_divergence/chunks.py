@@ -15,8 +15,8 @@ from ..._core.head.lm_head import LMHeadGradients, Sm90LMHeadGradients
 from ..._core.math.computed_rows import ignored_rows, row_chunks
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.matmul import write_linear, write_wide_linear
-from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.registration import register_portable
 from ..._core.op.tensors import check_like
 from ..._core.runtime.environment import targets_checked
 from .rows import Rows, RowWeights, Targets, Terms, distil_rows

@@ -16,11 +16,11 @@ from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import arguments
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import wants_grad
-from ..._core.op.backend import register_composite
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import gradients_in_forward
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients
+from ..._core.op.registration import register_composite
 from ..._core.op.tensors import (
     LayerNames,
     check_accum_dtype,

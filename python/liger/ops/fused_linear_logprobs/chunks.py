@@ -25,8 +25,8 @@ from ..._core.head.kept_logits import (
 from ..._core.head.lm_head import HeadOptions, RowStatistics
 from ..._core.head.results import LogProbRows, new_rows
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.op.backend import register_portable
 from ..._core.op.by_name import by_name
+from ..._core.op.registration import register_portable
 from ..._core.op.tensors import check_classes
 from ..fused_linear_ce.op import fused_linear_ce_forward
 

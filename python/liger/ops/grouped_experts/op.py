@@ -23,9 +23,9 @@ from ..._core.op.autograd import (
     wants_grad,
     without_base,
 )
-from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.registration import register_composite, register_portable
 from ..._core.op.types import ExpertActivation
 from . import sm90
 from .arguments import OP, OPTIONS, check_experts, sizes_of

@@ -8,8 +8,8 @@ import torch
 
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.row_blocks import row_blocks
-from ..._core.op.backend import triton_module_beside
 from ..._core.op.by_name import options_among
+from ..._core.op.registration import triton_module_beside
 from ..gated import APPROXIMATIONS, op_of
 from ..geglu import geglu, geglu_packed
 from ..swiglu import swiglu, swiglu_packed

@@ -21,8 +21,8 @@ from ..._core.op.autograd import (
     refuse_inplace_leaf,
     without_base,
 )
-from ..._core.op.backend import register_family
 from ..._core.op.fakes import register_fake
+from ..._core.op.registration import register_family
 from ..._core.op.tensors import check_floating, check_like, wrong_shape
 from ..._core.op.vmap import to_front
 

@@ -14,9 +14,9 @@ from ..._core.math.dtypes import accumulate_dtype
 from ..._core.math.memory_format import laid_out_like
 from ..._core.op.arguments import FLAG, INTEGER, NORM, arguments, check
 from ..._core.op.autograd import differentiable, differentiable_once
-from ..._core.op.backend import register_family
 from ..._core.op.by_name import by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.registration import register_family
 from ..._core.op.types import CastingMode
 from ..._core.op.vmap import loop_rule, to_front
 from ..rms_norm import norm_gradients, normalise

@@ -19,9 +19,9 @@ from ..._core.math.matmul import write_linear
 from ..._core.op.arguments import BYTES, INTEGER, arguments, choice
 from ..._core.op.autocast import autocast_operands
 from ..._core.op.autograd import differentiable, differentiable_once, is_traced, may_write_saved, wants_grad
-from ..._core.op.backend import register_composite, register_portable
 from ..._core.op.by_name import arguments_type, by_name
 from ..._core.op.fakes import register_fake
+from ..._core.op.registration import register_composite, register_portable
 from ..._core.op.types import Activation
 from ..._core.runtime.memory_budget import check_budget_variable
 from .plan import Problem, block_columns, forward_step, plan_tiles
