@@ -16,8 +16,15 @@ pytest.importorskip("transformers")
 from cases import assert_as_exact_as_torch  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers.lora import exact as products  # noqa: E402
 
 ROWS, INPUTS, OUTPUTS, RANK = 6, 40, 24, 4
+
+
+@pytest.fixture(params=["split", "converted"], autouse=True)
+def operands(request, monkeypatch):
+    """What is done to operands in two dtypes."""
+    monkeypatch.setattr(products, "_CONVERTED", 0 if request.param == "split" else 2**25)
 
 
 def layers(dtype, device, a, b):

@@ -2,13 +2,18 @@
 """Products of a thin factor in float32 with a large operand of 16 bits, as exact as in float32.
 
 A float32 number is the sum of three bfloat16 numbers of 8 bits each. Side by side along the rank, they are
-one operand of one GEMM of bfloat16, which reads the large operand once and sums in float32.
+one operand of one GEMM of bfloat16, which reads the large operand once and sums in float32. The parts take a
+dozen launches. Where the host needs longer for these than the device for the product, the large operand is
+converted instead, as PEFT does.
 """
 
 import torch
 
 from ..._core.math.float32_matmul import float32_product
 from ..._core.math.row_blocks import row_blocks
+
+# Elements of a large operand up to which it is converted: 128 MiB in float32.
+_CONVERTED = 2**25
 
 
 def _parts(t, count):
@@ -33,6 +38,9 @@ def _parts(t, count):
 def wide(a, b, scale=1.0):
     """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits."""
     m, n = a.shape[0], b.shape[1]
+    if max(a.numel(), b.numel()) <= _CONVERTED:
+        out = a.float() @ b.float()
+        return out if scale == 1 else out.mul_(scale)
     if torch.float16 in (a.dtype, b.dtype):
         out = a.new_empty((m, n), dtype=torch.float32)
         float32_product(a, b, out, scale=scale)
@@ -49,6 +57,8 @@ def wide(a, b, scale=1.0):
 
 def add_product_(y, a, b):
     """``y += a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
+    if y.numel() <= _CONVERTED:
+        return y.add_(a @ b)
     count = 2 if y.dtype == torch.bfloat16 else 3
     lefts, rights = _parts(a, count), _parts(b, count)
     a = torch.cat([part for i, part in enumerate(lefts) for _ in range(count - i)], 1)
