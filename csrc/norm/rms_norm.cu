@@ -133,6 +133,15 @@ std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Te
       launch(p, plan, bool(vectorised), stream);
       return;
     }
+    if (plan.partials == 1 && plan.rows.width > 0) {
+      void* const out = grad_weight.mutable_data_ptr();
+      if (grad_weight.scalar_type() == x.scalar_type())
+        p.grad_weight = out;
+      else
+        p.partial = static_cast<float*>(out);
+      launch(p, plan, bool(vectorised), stream);
+      return;
+    }
     const Tensor partial = empty({plan.partials, p.hidden}, ScalarType::Float, x);
     p.partial = static_cast<float*>(partial.mutable_data_ptr());
     launch(p, plan, bool(vectorised), stream);

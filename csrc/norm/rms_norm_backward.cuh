@@ -10,8 +10,9 @@
 // Grid: persistent blocks, at most one per SM, which load rows through a shared-memory ring
 // (norm/row_ring.cuh); with a gate each block works on one group of columns. The sum over rows is split over
 // the blocks: each accumulates its partial grad_weight in float registers over all its rows, and a second
-// kernel adds the partial sums in a fixed order (norm/sum_partials.cuh), so the result is deterministic. Rows
-// too wide for a block take one block per row for grad_x and a separate kernel for grad_weight.
+// kernel adds the partial sums in a fixed order (norm/sum_partials.cuh), so the result is deterministic. A
+// single block writes grad_weight itself. Rows too wide for a block take one block per row for grad_x and a
+// separate kernel for grad_weight.
 //
 // With N = kVec<T> every row and the weight are aligned to 16 bytes and `hidden` is a multiple of N; N = 1
 // has no requirement.
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
   RowSum<R> row_sum(scratch, lanes);
   bool need_grad_input = p.grad_x != nullptr;
   if constexpr (kExtra == Extra::kGateFirst) need_grad_input = need_grad_input || p.grad_gate != nullptr;
-  const bool need_grad_weight = p.partial != nullptr;
+  const bool need_grad_weight = p.partial != nullptr || p.grad_weight != nullptr;
   const bool round_scaled = kFastPath || p.round_scaled;
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
@@ -234,6 +235,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
+  if (p.grad_weight) {
+    store_block_sum<N, V>(coord, weight_grad, shared, p.hidden, static_cast<T*>(p.grad_weight));
+    return;
+  }
   if (!need_grad_weight) return;
   store_block_sum<N, V>(coord, weight_grad, shared, p.hidden,
                         p.partial + int64_t{columns.block} * columns.groups * p.hidden + columns.first);

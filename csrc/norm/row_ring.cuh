@@ -8,6 +8,8 @@
 // no barrier, and a slot is refilled as soon as its thread has read it.
 #pragma once
 
+#include <type_traits>
+
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "host/launch/shared_memory.h"
@@ -149,16 +151,21 @@ struct RowSum {
 };
 
 // Sums `sums`, this thread's columns of a row, over the thread groups of a block, and writes the result to
-// out (hidden). The groups exchange their sums through the shared memory of the ring, which must have no
-// copies in flight. The order of additions is fixed.
-template <int N, int V>
+// out (hidden), float or rounded. The groups exchange their sums through the shared memory of the ring, which
+// must have no copies in flight. The order of additions is fixed.
+template <int N, int V, typename Out>
 __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const float (&sums)[V][N],
-                                                unsigned char* shared, int64_t hidden, float* out) {
+                                                unsigned char* shared, int64_t hidden, Out* out) {
   if (coord.groups == 1) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int vector = coord.lane + j * coord.lanes;
-      if (vector < coord.vectors) store_floats<N>(out + vector * N, sums[j]);
+      if (vector >= coord.vectors) continue;
+      if constexpr (std::is_same_v<Out, float>) {
+        store_floats<N>(out + vector * N, sums[j]);
+      } else {
+        store(out + vector * N, pack<Out, N>(sums[j]));
+      }
     }
     return;
   }
@@ -176,7 +183,7 @@ __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const 
   for (int column = threadIdx.x; column < hidden; column += blockDim.x) {
     float sum = 0.0f;
     for (int other = 0; other < coord.groups; ++other) sum += group_sums[other * hidden + column];
-    out[column] = sum;
+    out[column] = static_cast<Out>(sum);
   }
 }
 
