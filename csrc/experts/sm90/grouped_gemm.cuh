@@ -36,7 +36,9 @@ using sm90::Ring;
 
 inline constexpr int kHalves = sm90::kPingpongHalves, kStages = 5;
 inline constexpr int kStageBytes = (kRows + kColumns) * kTileK * 2;
-inline constexpr int kGroupedSharedBytes = kStages * kStageBytes + sm90::kAlignmentBytes;
+template <class Epilogue>
+inline constexpr int kGroupedSharedBytes =
+    kStages * kStageBytes + 8 * Epilogue::kStagingBytes + sm90::kAlignmentBytes;
 static_assert(kRows == sm90::kTileM && kColumns % kCluster == 0);
 
 // Indices of rows, int32 or int64.
@@ -273,7 +275,8 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
 //   Groups groups
 //   void start(Sums<kColumns> (&sums)[kHalves], ExpertTile, int lane) const
 //       sets the accumulators, while the other warpgroup computes
-//   void store(Sums<kColumns>& sums, ExpertTile, int row, int lane) const
+//   static constexpr int kStagingBytes   shared memory of a warp for store(): staging is its address
+//   void store(Sums<kColumns>& sums, ExpertTile, int row, int lane, uint32_t staging) const
 //       row: the first of the 16 rows of the tile that belong to this warp; called for each half with rows
 template <class Epilogue>
 struct IssueOf : Epilogue {
@@ -347,6 +350,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       if (releases) sm90::cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
     };
     const int own_row = warp % 4 * 16;
+    const uint32_t staging =
+        shared_address(ring_memory) + kStages * kStageBytes + (warp - 4) * Epilogue::kStagingBytes;
     Ring<kStages> ring;
     // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop.
     const auto await_turn = [&] { named_barrier_sync(1 + group); };
@@ -399,7 +404,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       // The halves share code, which would else be up to 150 KB and miss in the instruction cache.
 #pragma unroll 1
       for (int first = 0; first < min(rows_left, kRows); first += kBox) {
-        epilogue.store(sums[0], tile, own_row + first, lane);
+        epilogue.store(sums[0], tile, own_row + first, lane, staging);
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sums[0][i] = sums[1][i];
       }
