@@ -169,8 +169,10 @@ template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GradProductEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
-  // A part of gate and up, 8 rows and 32 columns of each, in 64 vectors; two parts per warp.
-  static constexpr int kPartBytes = 64 * 16, kStagingBytes = 2 * kPartBytes;
+  // A part of gate and up: 8 rows and 32 columns of each, twice per warp. Rows of gate are 80 bytes apart,
+  // and rows of up follow; rows of both are 160 bytes apart. So eight rows are in different banks.
+  static constexpr int kPitch = kInterleaved ? 160 : 80, kUpBytes = 8 * 80, kPartBytes = 2 * kUpBytes,
+                       kStagingBytes = 2 * kPartBytes;
   Groups groups;
   GatheredRows<T> a;
   Gate gate;
@@ -204,14 +206,13 @@ struct GradProductEpilogue {
     T* const out = product + at_row + n0 + quad * 8;
     T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 : n0);
     const int rows_left = tile.rows - row - own, left = intermediate - n0;
-    // In a part, row r has vectors of gate and, 512 bytes further, of up; with kInterleaved eight of both.
-    // They are permuted so that the same words of eight rows are in different banks. The addresses of the
-    // vectors that this lane copies, and of its words in the first vector; it has words of vectors 1, 2, 3,
-    // or 2, 4, 6.
-    const uint32_t to = staging + (kInterleaved ? own * 128 + (quad ^ own % 4 * 2) * 16
-                                                : own * 64 + (quad ^ own / 2 % 4) * 16);
-    const uint32_t from = staging + (kInterleaved ? own * 128 + (quad / 2 ^ own % 4 * 2) * 16 + quad % 2 * 8
-                                                  : own * 64 + own / 2 % 4 * 16 + quad * 4);
+    // This lane copies vectors of its row, and reads its words of the row.
+    const uint32_t to = staging + own * kPitch + quad * 16,
+                   from = staging + own * kPitch + quad * (kInterleaved ? 8 : 4);
+    float row_weights[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      row_weights[h] = 8 * h < rows_left ? __ldg(weights + tile.first_row + row + own + 8 * h) : 0.0f;
     // Part p is copied while the two parts before it are computed.
     const auto copy = [&](int p) {
       if (p < 2 * kParts) {
@@ -221,7 +222,7 @@ struct GradProductEpilogue {
         for (int m = 0; m < 2; ++m) {
           const bool inside = 8 * h < rows_left && (kInterleaved ? 64 * i + 32 * m + quad * 8 < 2 * left
                                                                  : 32 * i + quad * 8 < left);
-          copy_or_zero((kInterleaved ? to ^ 64 * m : to + 512 * m) + p % 2 * kPartBytes,
+          copy_or_zero(to + m * (kInterleaved ? 64 : kUpBytes) + p % 2 * kPartBytes,
                        inside ? source + m * (kInterleaved ? 32 : intermediate) : gate_up, inside);
         }
       }
@@ -231,7 +232,7 @@ struct GradProductEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool valid = 8 * h < rows_left;
-      const float weight = valid ? __ldg(weights + tile.first_row + row + own + 8 * h) : 0.0f;
+      const float weight = row_weights[h];
       float total = 0.0f;
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
@@ -242,11 +243,11 @@ struct GradProductEpilogue {
         uint32_t first[4], second[4], products[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const uint32_t at = (from ^ j * (kInterleaved ? 32 : 16)) + part % 2 * kPartBytes;
+          const uint32_t at = from + j * (kInterleaved ? 32 : 16) + part % 2 * kPartBytes;
           if constexpr (kInterleaved) {
             load_shared(at, first[j], second[j]);
           } else {
-            load_shared(at, first[j]), load_shared(at + 512, second[j]);
+            load_shared(at, first[j]), load_shared(at + kUpBytes, second[j]);
           }
         }
         __syncwarp();

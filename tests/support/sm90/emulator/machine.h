@@ -66,7 +66,7 @@ struct Index {
 };
 inline thread_local Index threadIdx, blockIdx, gridDim;
 // Sized for the ring of the kernels. Addresses of a block are offsets from `base`.
-alignas(1024) inline thread_local unsigned char base;
+inline thread_local unsigned char base;
 inline constexpr int kThreads = 384, kBlocks = 2;
 
 // --- fibers
