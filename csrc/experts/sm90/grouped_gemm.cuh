@@ -149,6 +149,12 @@ __device__ __forceinline__ ExpertTile find_tile(const Groups& groups, const int*
   return tile_of(t - first_units[e], rank, e, begin, end, groups.column_tiles);
 }
 
+// True for the thread that starts the TMA loads of a stage. The warps of the producer take turns: a warp
+// needs as long for them as for its copies.
+__device__ __forceinline__ bool issues(int stage) {
+  return threadIdx.x == stage % (kGatherThreads / 32) * 32;
+}
+
 // The producer warpgroup of a K-major gathered A.
 template <class Epilogue>
 __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilogue& epilogue,
@@ -169,7 +175,7 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
     for (int block = 0; block < groups.k_blocks; ++block, ring.next()) {
       mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
       const int k = block * kTileK, column = k + vector * 8;
-      if (threadIdx.x == 0)
+      if (issues(ring.stage))
         load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
                              &full[ring.stage]);
       const bool valid = column < a.columns;
@@ -212,7 +218,7 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
       load_indices(k + kTileK);
       mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
       const bool whole = k + kTileK <= end;
-      if (threadIdx.x == 0) {
+      if (issues(ring.stage)) {
         if (whole) {
           load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
                                &full[ring.stage]);
