@@ -51,6 +51,13 @@ __device__ __forceinline__ void load_shared(uint32_t from, uint32_t& first, uint
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(from) : "memory");
 }
 
+// NaN if either is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+
 // 16 bytes, in one instruction: of an assignment of uint4 the compiler often makes four.
 __device__ __forceinline__ void store_vector(void* to, const uint32_t (&words)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),

@@ -72,6 +72,9 @@ inline void load_shared(uint32_t from, uint32_t& word) {
 inline void load_shared(uint32_t from, uint32_t& first, uint32_t& second) {
   load_shared(from, first), load_shared(from + 4, second);
 }
+inline float min_or_nan(float a, float b) {
+  return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : std::min(a, b);
+}
 inline void store_vector(void* to, const uint32_t (&words)[4]) {
   std::memcpy(to, words, 16);
 }
