@@ -34,6 +34,7 @@ template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GateUpEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static constexpr int kStagingBytes = 0;
   static_assert(kInterleaved || !kBMn);
   Groups groups;
   GatheredRows<T> a;
@@ -52,7 +53,8 @@ struct GateUpEpilogue {
       start_with_bias(sums, own, {n0, intermediate + n0}, {intermediate, 2 * intermediate}, lane);
     }
   }
-  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
+                                        uint32_t) const {
     const int n0 = tile.column_tile * kHalfColumns, quad = lane % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -127,6 +129,7 @@ template <typename T, bool kBMajorMn>
 struct RowsEpilogue {
   using Element = T;
   static constexpr bool kGather = false, kBMn = kBMajorMn, kWeights = false;
+  static constexpr int kStagingBytes = 0;
   Groups groups;
   const T* bias;         // (experts, columns) or null
   const float* weights;  // (rows,) or null
@@ -138,7 +141,8 @@ struct RowsEpilogue {
     start_with_bias(sums, bias == nullptr ? nullptr : bias + int64_t{tile.expert} * columns,
                     {n0, n0 + kHalfColumns}, {columns, columns}, lane);
   }
-  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
+                                        uint32_t) const {
     const int n0 = tile.column_tile * kColumns, quad = lane % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -165,6 +169,10 @@ template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GradProductEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  // A part of gate and up: 8 rows and 32 columns of each, twice per warp. Rows of gate are 80 bytes apart,
+  // and rows of up follow; rows of both are 160 bytes apart. So eight rows are in different banks.
+  static constexpr int kPitch = kInterleaved ? 160 : 80, kUpBytes = 8 * 80, kPartBytes = 2 * kUpBytes,
+                       kStagingBytes = 2 * kPartBytes;
   Groups groups;
   GatheredRows<T> a;
   Gate gate;
@@ -190,59 +198,65 @@ struct GradProductEpilogue {
     }
     for (auto& half : sums) sm90::clear<kColumns>(half);
   }
-  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
+                                        uint32_t staging) const {
     constexpr int kParts = kColumns / 32;
-    const int n0 = tile.column_tile * kColumns, quad = lane % 4;
-    const int r = row + lane / 4, rows_left = tile.rows - r;
-    const int64_t at_row = int64_t{tile.first_row + r} * intermediate;
+    const int n0 = tile.column_tile * kColumns, quad = lane % 4, own = lane / 4;
+    const int64_t at_row = int64_t{tile.first_row + row + own} * intermediate;
     T* const out = product + at_row + n0 + quad * 8;
-    T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 + 4 * quad : n0 + quad * 8);
-    // Columns from this lane's first one on, in vectors of 8 and in pairs.
-    const int left = intermediate - n0 - quad * 8, left_of_pairs = intermediate - n0 - quad * 2;
-    const auto kept_at = [&](int h, int i) {
-      return kept + 16 * h * intermediate + (kInterleaved ? 64 : 32) * i;
-    };
-    // Part i of row h has 32 columns. Its words are loaded before the stores of the part before, which the
-    // compiler must not pass.
-    uint32_t next[8];
-    const auto load = [&](int h, int i) {
-      const T* const from = kept_at(h, i);
-      if constexpr (kInterleaved) {
+    T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 : n0);
+    const int rows_left = tile.rows - row - own, left = intermediate - n0;
+    // This lane copies vectors of its row, and reads its words of the row.
+    const uint32_t to = staging + own * kPitch + quad * 16,
+                   from = staging + own * kPitch + quad * (kInterleaved ? 8 : 4);
+    float row_weights[2];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const bool inside = 8 * h < rows_left && 32 * i + 8 * j < left_of_pairs;
-          const uint2 pair = inside ? *reinterpret_cast<const uint2*>(from + 16 * j) : uint2{};
-          next[j] = pair.x, next[4 + j] = pair.y;
+    for (int h = 0; h < 2; ++h)
+      row_weights[h] = 8 * h < rows_left ? __ldg(weights + tile.first_row + row + own + 8 * h) : 0.0f;
+    // Part p is copied while the two parts before it are computed.
+    const auto copy = [&](int p) {
+      if (p < 2 * kParts) {
+        const int h = p / kParts, i = p % kParts;
+        const T* const source = kept + 16 * h * intermediate + (kInterleaved ? 64 : 32) * i + quad * 8;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const bool inside = 8 * h < rows_left && (kInterleaved ? 64 * i + 32 * m + quad * 8 < 2 * left
+                                                                 : 32 * i + quad * 8 < left);
+          copy_or_zero(to + m * (kInterleaved ? 64 : kUpBytes) + p % 2 * kPartBytes,
+                       inside ? source + m * (kInterleaved ? 32 : intermediate) : gate_up, inside);
         }
-      } else {
-        const bool inside = 8 * h < rows_left && 32 * i < left;
-        const uint4 g = inside ? *reinterpret_cast<const uint4*>(from) : uint4{};
-        const uint4 u = inside ? *reinterpret_cast<const uint4*>(from + intermediate) : uint4{};
-        next[0] = g.x, next[1] = g.y, next[2] = g.z, next[3] = g.w;
-        next[4] = u.x, next[5] = u.y, next[6] = u.z, next[7] = u.w;
       }
+      copies_commit();
     };
-    load(0, 0);
+    copy(0), copy(1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool valid = 8 * h < rows_left;
-      const float weight = valid ? __ldg(weights + tile.first_row + r + 8 * h) : 0.0f;
+      const float weight = row_weights[h];
       float total = 0.0f;
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const bool inside = valid && 32 * i < left;
-        uint32_t first[4] = {next[0], next[1], next[2], next[3]},
-                 second[4] = {next[4], next[5], next[6], next[7]}, products[4];
-        const auto load_next = [&] {
-          if (h == 0 || i < kParts - 1) load(h + (i + 1) / kParts, (i + 1) % kParts);
-        };
-        // The accumulators of the first part occupy the registers.
-        if (h + i > 0) load_next();
-        if constexpr (!kInterleaved) transpose_quad(first, lane), transpose_quad(second, lane);
+        const int part = h * kParts + i;
+        copies_wait<1>();
+        __syncwarp();
+        // Gates and ups of two columns, or gate and up of one column each.
+        uint32_t first[4], second[4], products[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t at = from + j * (kInterleaved ? 32 : 16) + part % 2 * kPartBytes;
+          if constexpr (kInterleaved) {
+            load_shared(at, first[j], second[j]);
+          } else {
+            load_shared(at, first[j]), load_shared(at + kUpBytes, second[j]);
+          }
+        }
+        __syncwarp();
+        copy(part + 2);
+        T* const gradient =
+            kept + 16 * h * intermediate + (kInterleaved ? 64 * i + quad * 4 : 32 * i + quad * 8);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int at = sum_index(4 * i + j, h, 0);
-          // The words are gates and ups of two columns, or gate and up of one column each.
           float2 g = {low_of<T>(first[j]), high_of<T>(first[j])},
                  u = {low_of<T>(second[j]), high_of<T>(second[j])};
           if constexpr (kInterleaved) {
@@ -259,23 +273,24 @@ struct GradProductEpilogue {
           const float2 of_gate = {weighted.x * x.grad_gate, weighted.y * y.grad_gate},
                        of_up = {weighted.x * x.grad_up, weighted.y * y.grad_up};
           if constexpr (kInterleaved) {
-            if (valid && 32 * i + 8 * j < left_of_pairs)
-              *reinterpret_cast<uint2*>(kept_at(h, i) + 16 * j) =
+            if (valid && 32 * i + 8 * j + quad * 2 < left)
+              *reinterpret_cast<uint2*>(gradient + 16 * j) =
                   make_uint2(pack_pair<T>(of_gate.x, of_up.x), pack_pair<T>(of_gate.y, of_up.y));
           } else {
             first[j] = pack_pair<T>(of_gate.x, of_gate.y), second[j] = pack_pair<T>(of_up.x, of_up.y);
           }
         }
-        if (h + i == 0) load_next();
+        const bool inside = valid && 32 * i + quad * 8 < left;
         if constexpr (!kInterleaved) {
-          store_words(kept_at(h, i), first, lane, inside);
-          store_words(kept_at(h, i) + intermediate, second, lane, inside);
+          store_words(gradient, first, lane, inside);
+          store_words(gradient + intermediate, second, lane, inside);
         }
         store_words(out + 8 * h * intermediate + 32 * i, products, lane, inside);
       }
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
-      if (valid && quad == 0) sums_of_rows[tile.column_tile * rows + tile.first_row + r + 8 * h] = total;
+      if (valid && quad == 0)
+        sums_of_rows[tile.column_tile * rows + tile.first_row + row + own + 8 * h] = total;
     }
   }
 };
@@ -286,6 +301,7 @@ template <typename T, bool kTransposed>
 struct GradMatrixEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = true, kWeights = true;
+  static constexpr int kStagingBytes = 0;
   Groups groups;
   GatheredRows<T> a;
   const T* b;   // (rows, columns)
@@ -298,7 +314,8 @@ struct GradMatrixEpilogue {
   __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
     for (auto& half : sums) sm90::clear<kColumns>(half);
   }
-  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane) const {
+  __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
+                                        uint32_t) const {
     const int m0 = tile.row_tile * kRows + row, n0 = tile.column_tile * kColumns, quad = lane % 4;
     T* const matrix = out + int64_t{tile.expert} * a.columns * columns;
     if constexpr (kTransposed) {

@@ -4,11 +4,12 @@
 #pragma once
 
 #include "device/sigmoid.cuh"
+#include "experts/sm90/ptx.cuh"
 
 namespace liger::experts {
 
 // gate * sigmoid(gate * (linear + cubic * gate^2)) * (up + offset) of clamped gate and up: "silu",
-// "gelu_tanh" and "gpt_oss" differ in the constants alone. Comparisons keep NaN, unlike minimum.
+// "gelu_tanh" and "gpt_oss" differ in the constants alone. NaN stays NaN.
 struct Gate {
   float linear, cubic, offset;
   float limit;  // infinity for none
@@ -24,7 +25,7 @@ struct Gate {
   template <typename T, bool kIsSilu>
   __device__ __forceinline__ float product(float gate, float up) const {
     if constexpr (kIsSilu) return gate * sigmoid<T>(gate) * up;
-    gate = gate > limit ? limit : gate;
+    gate = min_or_nan(gate, limit);
     return gate * sigmoid<T>(gate * slope(square(gate), 1.0f)) * moved(up);
   }
 
@@ -34,7 +35,7 @@ struct Gate {
     float z = gate, slope_of_z = 1.0f;
     if constexpr (!kIsSilu) {
       gate_passes = !(gate > limit), up_passes = !(fabsf(up) > limit);
-      gate = gate_passes ? gate : limit;
+      gate = min_or_nan(gate, limit);
       up = moved(up);
       z = gate * slope(square(gate), 1.0f), slope_of_z = slope(square(gate), 3.0f);
     }
@@ -53,11 +54,8 @@ struct Gate {
   __device__ __forceinline__ float slope(float square, float power) const {
     return fmaf(power * cubic, square, linear);
   }
-  // Two selects: the compiler makes branches of nested ones.
   __device__ __forceinline__ float moved(float up) const {
-    up = up > limit ? limit : up;
-    up = up < -limit ? -limit : up;
-    return up + offset;
+    return offset - min_or_nan(-min_or_nan(up, limit), limit);
   }
 };
 

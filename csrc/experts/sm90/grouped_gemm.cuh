@@ -36,7 +36,9 @@ using sm90::Ring;
 
 inline constexpr int kHalves = sm90::kPingpongHalves, kStages = 5;
 inline constexpr int kStageBytes = (kRows + kColumns) * kTileK * 2;
-inline constexpr int kGroupedSharedBytes = kStages * kStageBytes + sm90::kAlignmentBytes;
+template <class Epilogue>
+inline constexpr int kGroupedSharedBytes =
+    kStages * kStageBytes + 8 * Epilogue::kStagingBytes + sm90::kAlignmentBytes;
 static_assert(kRows == sm90::kTileM && kColumns % kCluster == 0);
 
 // Indices of rows, int32 or int64.
@@ -147,6 +149,12 @@ __device__ __forceinline__ ExpertTile find_tile(const Groups& groups, const int*
   return tile_of(t - first_units[e], rank, e, begin, end, groups.column_tiles);
 }
 
+// True for the thread that starts the TMA loads of a stage. The warps of the producer take turns: a warp
+// needs as long for them as for its copies.
+__device__ __forceinline__ bool issues(int stage) {
+  return threadIdx.x == stage % (kGatherThreads / 32) * 32;
+}
+
 // The producer warpgroup of a K-major gathered A.
 template <class Epilogue>
 __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilogue& epilogue,
@@ -167,7 +175,7 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
     for (int block = 0; block < groups.k_blocks; ++block, ring.next()) {
       mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
       const int k = block * kTileK, column = k + vector * 8;
-      if (threadIdx.x == 0)
+      if (issues(ring.stage))
         load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
                              &full[ring.stage]);
       const bool valid = column < a.columns;
@@ -210,7 +218,7 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
       load_indices(k + kTileK);
       mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
       const bool whole = k + kTileK <= end;
-      if (threadIdx.x == 0) {
+      if (issues(ring.stage)) {
         if (whole) {
           load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
                                &full[ring.stage]);
@@ -273,7 +281,8 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
 //   Groups groups
 //   void start(Sums<kColumns> (&sums)[kHalves], ExpertTile, int lane) const
 //       sets the accumulators, while the other warpgroup computes
-//   void store(Sums<kColumns>& sums, ExpertTile, int row, int lane) const
+//   static constexpr int kStagingBytes   shared memory of a warp for store(): staging is its address
+//   void store(Sums<kColumns>& sums, ExpertTile, int row, int lane, uint32_t staging) const
 //       row: the first of the 16 rows of the tile that belong to this warp; called for each half with rows
 template <class Epilogue>
 struct IssueOf : Epilogue {
@@ -347,6 +356,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       if (releases) sm90::cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
     };
     const int own_row = warp % 4 * 16;
+    const uint32_t staging =
+        shared_address(ring_memory) + kStages * kStageBytes + (warp - 4) * Epilogue::kStagingBytes;
     Ring<kStages> ring;
     // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop.
     const auto await_turn = [&] { named_barrier_sync(1 + group); };
@@ -399,7 +410,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       // The halves share code, which would else be up to 150 KB and miss in the instruction cache.
 #pragma unroll 1
       for (int first = 0; first < min(rows_left, kRows); first += kBox) {
-        epilogue.store(sums[0], tile, own_row + first, lane);
+        epilogue.store(sums[0], tile, own_row + first, lane, staging);
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sums[0][i] = sums[1][i];
       }

@@ -21,7 +21,7 @@ template <class Epilogue>
 struct GemmOf<Epilogue> {
   static constexpr const char* kOp = "grouped_experts";
   static constexpr auto kKernel = experts::grouped_gemm_kernel<Epilogue>;
-  static constexpr int kSharedBytes = experts::kGroupedSharedBytes;
+  static constexpr int kSharedBytes = experts::kGroupedSharedBytes<Epilogue>;
   using Maps = experts::GroupedMaps;
 };
 

@@ -30,9 +30,32 @@ __device__ __forceinline__ void copy_or_zero(uint32_t destination, const void* s
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// Ends a group of copies, and waits until at most kPending groups of this thread have not landed.
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 // Arrives at the mbarrier, which counts this thread, once all earlier copies of the thread have landed.
 __device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// From a shared address.
+__device__ __forceinline__ void load_shared(uint32_t from, uint32_t& word) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32_t from, uint32_t& first, uint32_t& second) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(from) : "memory");
+}
+
+// NaN if either is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
 }
 
 // 16 bytes, in one instruction: of an assignment of uint4 the compiler often makes four.

@@ -12,7 +12,8 @@ extern thread_local unsigned char shared_memory[];
 
 namespace liger::experts {
 
-thread_local unsigned char shared_memory[kGroupedSharedBytes];
+thread_local unsigned char
+    shared_memory[kGroupedSharedBytes<GradProductEpilogue<__nv_bfloat16, true, false, true>>];
 
 namespace {
 
@@ -186,12 +187,11 @@ void test_grad_matrix(const Routing& routing, int clusters) {
   out.fill(0, kNan);
   b.fill(routing.slots, kNan);  // rows of sentinels
   const Routing& r = routing;
-  const GradMatrixEpilogue<T, kTransposed> epilogue{
-      r.groups(kWide, kColumns, 0),
-      {a.data.data(), kHidden, {r.tokens.data(), false}},
-      b.data.data(),
-      out.data.data(),
-      kWide};
+  const GradMatrixEpilogue<T, kTransposed> epilogue{r.groups(kWide, kColumns, 0),
+                                                    {a.data.data(), kHidden, {r.tokens.data(), false}},
+                                                    b.data.data(),
+                                                    out.data.data(),
+                                                    kWide};
   const CUtensorMap map = b.map(kHalfK);
   run_kernel(clusters, {map, map}, epilogue);
   for (int e = 0; e < r.experts(); ++e)

@@ -2,7 +2,8 @@
 
 // A cluster of two blocks on a CPU: the kernels of csrc/experts/sm90 run unchanged on it. Every thread of a
 // block is a fiber, and a block is a thread of the host; one block runs at a time. Asynchronous work takes
-// effect late: wgmma when it is waited for, boxes of TMA and copies of cp.async after some time. A wait that cannot end stops the program.
+// effect late: wgmma and groups of cp.async when they are waited for, TMA and copies that signal after some
+// time. A wait that cannot end stops the program.
 #pragma once
 
 #include <ucontext.h>
@@ -77,7 +78,8 @@ struct Fiber {
   bool done = false;
   const std::function<bool()>* ready = nullptr;  // what it waits for
   int arrived_at = 0;                            // generation of the cluster barrier
-  std::vector<std::function<void()>> copies, products;
+  std::vector<std::vector<std::function<void()>>> copies{1};
+  std::vector<std::function<void()>> products;
 };
 struct Warp {
   uint32_t values[32];

@@ -42,18 +42,38 @@ inline void copy_or_zero(uint32_t destination, const void* source, bool valid) {
   const volatile char probe = *static_cast<const char*>(source);
   static_cast<void>(probe);
   const int rank = blockIdx.x % kBlocks;
-  self().copies.push_back([=] {
+  self().copies.back().push_back([=] {
     unsigned char* const to = memory_at(rank, destination);
     valid ? static_cast<void>(std::memcpy(to, source, 16)) : static_cast<void>(std::memset(to, 0, 16));
   });
 }
 inline void copies_arrive(uint64_t* barrier) {
   const int rank = blockIdx.x % kBlocks;
-  block->boxes.push_back([copies = std::move(self().copies), rank, at = shared_address(barrier)] {
+  block->boxes.push_back([copies = std::move(self().copies.back()), rank, at = shared_address(barrier)] {
     for (const auto& copy : copies) copy();
     arrive(rank, at);
   });
-  self().copies.clear();
+  self().copies.back().clear();
+}
+inline void copies_commit() {
+  self().copies.emplace_back();
+}
+template <int kPending>
+void copies_wait() {
+  auto& groups = self().copies;
+  while (groups.size() > kPending + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+inline void load_shared(uint32_t from, uint32_t& word) {
+  std::memcpy(&word, memory_at(blockIdx.x % kBlocks, from), 4);
+}
+inline void load_shared(uint32_t from, uint32_t& first, uint32_t& second) {
+  load_shared(from, first), load_shared(from + 4, second);
+}
+inline float min_or_nan(float a, float b) {
+  return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : std::min(a, b);
 }
 inline void store_vector(void* to, const uint32_t (&words)[4]) {
   std::memcpy(to, words, 16);
