@@ -381,9 +381,10 @@ def test_models_and_optimizers_that_are_refused(monkeypatch):
         graph_step(a_model().requires_grad_(False))
     with pytest.raises(ValueError, match=r"liger\.transformers\.checkpoint plans the layers"):
         graph_step(liger.transformers.checkpoint(a_model(), 10**9))
-    wrapper = type("DistributedDataParallel", (torch.nn.Sequential,), {})
-    with pytest.raises(ValueError, match="sharded or wrapped for several ranks"):
-        graph_step(wrapper(model))
+    for name in ("DataParallel", "DistributedDataParallel"):
+        wrapper = type(name, (torch.nn.Sequential,), {})
+        with pytest.raises(ValueError, match="sharded or wrapped for several devices"):
+            graph_step(wrapper(model))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="the model is on cpu, expected one CUDA device"):
         graph_step(model)

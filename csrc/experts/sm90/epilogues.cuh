@@ -183,19 +183,7 @@ struct GradProductEpilogue {
   int64_t rows;
   int intermediate;
 
-  // Gate and up of the tile come from DRAM, a row per thread, while its mainloop runs.
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int) const {
-    const int r = threadIdx.x % 128, n0 = tile.column_tile * kColumns;
-    if (r < tile.rows && !(groups.experiment & 2)) {
-      const int bytes = min(kColumns, intermediate - n0) * static_cast<int>(sizeof(T));
-      const T* const kept = gate_up + int64_t{tile.first_row + r} * 2 * intermediate;
-      if constexpr (kInterleaved) {
-        prefetch_to_l2(kept + 2 * n0, 2 * bytes);
-      } else {
-        prefetch_to_l2(kept + n0, bytes);
-        prefetch_to_l2(kept + intermediate + n0, bytes);
-      }
-    }
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
     for (auto& half : sums) sm90::clear<kColumns>(half);
   }
   __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,

@@ -66,7 +66,6 @@ struct Groups {
   // The first column (row of a K-major B in memory) of each half of a tile is
   // column_tile * column_step + half * half_offset.
   int column_step, half_offset;
-  int experiment = 0;  // 1: no fence, 2: no prefetch
 };
 
 // The gathered operand A: rows[indices[i]], contiguous, is row i.
@@ -389,7 +388,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       const auto multiply = [&](auto halves) __attribute__((always_inline)) {
         for (int i = 0; i < k_blocks; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          if (Epilogue::kGather && !(groups.experiment & 1)) async_fence();
+          if constexpr (Epilogue::kGather) async_fence();
           sm90::issue_k_block<IssueOf<Epilogue>, GroupedStage, false, halves.value>(
               sums, none, descriptor_a, descriptor_b, ring.stage, true);
           sm90::wgmma_wait<1>();

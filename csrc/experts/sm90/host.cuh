@@ -4,7 +4,6 @@
 #pragma once
 
 #include <climits>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string>
@@ -69,8 +68,7 @@ inline Groups groups_of(const Tensor& ends, int64_t column_tiles, int64_t depth,
           .k_blocks = static_cast<int>(ceil_div(depth, int64_t{kTileK})),
           .row_tiles = 0,
           .column_step = column_step,
-          .half_offset = half_offset,
-          .experiment = std::getenv("LIGER_EXPERIMENT") ? std::atoi(std::getenv("LIGER_EXPERIMENT")) : 0};
+          .half_offset = half_offset};
 }
 
 inline Gate gate_of(const std::string& activation, double alpha, std::optional<double> limit) {

@@ -65,13 +65,6 @@ __device__ __forceinline__ void store_vector(void* to, const uint32_t (&words)[4
                : "memory");
 }
 
-// Starts a copy from global memory to the L2 cache; address and size are multiples of 16 bytes.
-__device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // Named barriers of two warpgroups: one waits, the other does not.
 __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");

@@ -63,7 +63,7 @@ def graph_step(
 
     Raises:
         TypeError: an argument of another type; an input that is not a Tensor.
-        ValueError: a model on another device, on several, sharded or wrapped for several ranks, with layers
+        ValueError: a model on another device, on several, sharded or wrapped for several devices, with layers
             planned by :func:`checkpoint`, or that trains nothing; an optimizer without ``capturable``, or
             without a parameter of the model; ``max_grad_norm`` below 0 or without an optimizer; a fifth shape
             of the inputs; dropout in layers that are recomputed; gradients from elsewhere before a step with
@@ -261,10 +261,11 @@ def _device_of(model, parameters):
     if len(devices) > 1 or next(iter(devices)).type != _DEVICE:
         found = " and ".join(sorted(map(str, devices)))
         raise ValueError(f"{_NAME}: the model is on {found}, expected one CUDA device")
-    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel"}
+    # Trainer wraps in DataParallel where one process sees several GPUs.
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
     is_wrapped = any(type(module).__name__ in wrappers for module in model.modules())
     if is_wrapped or any(is_dtensor(p) or hasattr(p, "ds_id") for p in parameters):
-        raise ValueError(f"{_NAME}: the model is sharded or wrapped for several ranks, expected one device")
+        raise ValueError(f"{_NAME}: the model is sharded or wrapped for several devices, expected one device")
     if planners(model):
         raise ValueError(
             f"{_NAME}: liger.transformers.checkpoint plans the layers of the model by steps without a graph: "

@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("transformers")
 
@@ -26,10 +27,13 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def deterministic():
-    """Without it the backward of fused attention adds to the gradient of the queries in any order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+def deterministic(monkeypatch):
+    """Without it, or with warn_only, the backward of fused attention adds to the gradient of the queries in any
+    order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for
+    torch.use_deterministic_algorithms(True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        yield
     torch.use_deterministic_algorithms(False)
 
 

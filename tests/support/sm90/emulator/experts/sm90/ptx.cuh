@@ -78,7 +78,6 @@ inline float min_or_nan(float a, float b) {
 inline void store_vector(void* to, const uint32_t (&words)[4]) {
   std::memcpy(to, words, 16);
 }
-inline void prefetch_to_l2(const void*, int) {}
 inline void named_barrier_sync(int barrier) {
   meet(block->named[barrier], 256, true);
 }
