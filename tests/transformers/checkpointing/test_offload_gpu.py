@@ -28,8 +28,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Without it, or with warn_only, the backward of fused attention adds to the gradient of the queries in any
-    order."""
+    """Without it, or with warn_only, the backward of fused attention adds in any order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
