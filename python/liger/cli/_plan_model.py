@@ -17,8 +17,8 @@ from ._quiet import quiet_patching
 
 
 def run(name, dtype, tokens, as_json, head_peak):
-    """Prints the tables of a model; returns the exit code. ``head_peak(tokens, hidden, vocab, dtype)``: bytes
-    of the lm_head and its loss."""
+    """Prints the tables of a model; returns the exit code. ``head_peak(tokens, hidden, vocab, dtype,
+    is_trained)``: bytes of the lm_head and its loss."""
     try:
         _refuse_unknown(name)
         from ..transformers.checkpointing import saved_bytes
@@ -79,7 +79,8 @@ def _step(model, dtype, tokens, head_peak):
     # The gradient of the head's weight is in the peak of the head.
     return {
         "weights": weights,
-        "head_peak": head_peak(tokens, hidden, vocab, dtype),
+        "head_peak": head_peak(tokens, hidden, vocab, dtype, True),
+        "frozen_head_peak": head_peak(tokens, hidden, vocab, dtype, False),
         "gradients_and_moments": 3 * weights - vocab * hidden * dtype.itemsize,
     }
 
@@ -87,8 +88,8 @@ def _step(model, dtype, tokens, head_peak):
 def _step_table(step, tokens, saved, adapters):
     """``saved``: bytes per token, plain and with recompute=True; ``adapters``: plain, with LoRA."""
     activations = [count * tokens for count in saved]
-    frozen = step["weights"] + step["head_peak"]
-    trained = frozen + step["gradients_and_moments"]
+    frozen = step["weights"] + step["frozen_head_peak"]
+    trained = step["weights"] + step["head_peak"] + step["gradients_and_moments"]
     rows = [
         ("weights", *(step["weights"] for _ in activations)),
         ("activations of the layers", *activations),
@@ -120,7 +121,7 @@ def _checkpointed(step, layers, tokens):
         result[name] = {
             "activations": kept,
             "layer": layer,
-            "frozen": weights + kept + max(head, layer),
+            "frozen": weights + kept + max(step["frozen_head_peak"], layer),
             "trained": 3 * weights + max(ends),
             "host": on_host * tokens,
         }

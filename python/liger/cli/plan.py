@@ -45,9 +45,9 @@ def _clusters():
     return torch.cuda.get_device_properties().multi_processor_count // 2
 
 
-def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
+def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation, is_trained):
     chunk_rows, chunks, chunk_logits, accumulator = torch.ops.liger.plan_chunks(
-        tokens, hidden, vocab, element_size, True, exact_accumulation
+        tokens, hidden, vocab, element_size, is_trained, exact_accumulation
     )
     return {
         "engine": "generic",
@@ -60,7 +60,7 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
     }
 
 
-def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
+def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, is_trained, budget):
     """The plan of the wgmma engine in the same form, or None if the generic engine runs the batch."""
     half = dtype == torch.float16
     plan = plan_chunks_sm90(
@@ -68,7 +68,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         hidden,
         vocab,
         True,
-        True,
+        is_trained,
         exact_accumulation,
         budget,
         clusters=_clusters(),
@@ -101,7 +101,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
     }
 
 
-def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capability=None):
+def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capability=None, is_trained=True):
     """The plan of a batch and its memory in bytes, as ``liger plan`` prints them (see the module docstring).
 
     Args:
@@ -109,6 +109,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
         dtype: of hidden states and weight.
         exact_accumulation: whether the weight gradient is summed over chunks in float32.
         capability: (major, minor) of the GPU, or None for one without an engine of its own.
+        is_trained: whether the weight has a gradient.
 
     Returns:
         dict with engine ("generic" or "sm90"), chunks, chunk_rows, first_chunk_rows, and bytes: logits and
@@ -128,10 +129,10 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     has_engine = capability == SM90 and dtype in ENGINE_DTYPES and wgmma_engine_allowed()
     plan = None
     if has_engine:
-        plan = _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget)
-    plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation)
+        plan = _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, is_trained, budget)
+    plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation, is_trained)
     logits = tokens * vocab * 3 * 4
-    weight_gradient = vocab * hidden * dtype.itemsize
+    weight_gradient = vocab * hidden * dtype.itemsize if is_trained else 0
     input_gradient = tokens * hidden * dtype.itemsize
     linear_backward = tokens * vocab * dtype.itemsize + weight_gradient + input_gradient
     # The generic engine allocates the final gradient after its last chunk of logits.
@@ -184,9 +185,10 @@ def _complaint(arguments, dtype):
     return None
 
 
-def _head_peak(tokens, hidden, vocab, dtype):
+def _head_peak(tokens, hidden, vocab, dtype, is_trained):
     """Bytes of the lm_head and its loss on the GPU of this machine, or on any that has no engine."""
-    return head_memory(tokens, hidden, vocab, dtype, True, _device_capability())["peak_liger"]
+    memory = head_memory(tokens, hidden, vocab, dtype, True, _device_capability(), is_trained)
+    return memory["peak_liger"]
 
 
 def _planned_for(chosen, found):
