@@ -4,6 +4,7 @@
 import importlib.util
 import os
 import re
+import textwrap
 
 from liger_bench.environment import CHECKOUT
 from liger_bench.reports.chart import save
@@ -57,7 +58,15 @@ def section(folder, name, images=IMAGES, page=PAGE):
     for suffix, path in _pictures(result, images / f"experiment-{name}").items():
         parts.append(f"![{name}, {suffix}]({os.path.relpath(path, page.parent)})")
     data = os.path.relpath(source, page.parent)
-    return "\n\n".join([*parts, _text(result), f"Data: [{source.name}]({data})."])
+    text = "\n\n".join([*parts, _text(result), f"Data: [{source.name}]({data})."])
+    return "\n".join(map(_wrapped, text.split("\n")))
+
+
+def _wrapped(line):
+    """A line of at most 120 columns, but for tables and pictures."""
+    if line.startswith(("|", "!")):
+        return line
+    return textwrap.fill(line, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def markers(name):

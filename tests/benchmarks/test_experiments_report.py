@@ -63,5 +63,7 @@ def test_the_page_has_results_between_its_markers(tmp_path):
     assert text.count(report.MISSING) == len(MODULES) - 1
     assert text.count("| 2x1024 | OOM |") == 1
     assert "Data: [E3.json](../E3.json)." in text and "commit 012345678" in text
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
+    assert 100 < max(map(len, prose)) <= 120
     for image in (page.parent / "images").glob("*.png"):
         assert f"(images/{image.name})" in text

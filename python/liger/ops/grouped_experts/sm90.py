@@ -2,7 +2,7 @@
 """The grouped GEMMs of compute capability 9.0 (csrc/experts/sm90): they gather the rows of x and of the
 upstream gradient themselves, and their epilogues activate and multiply by the routing weight.
 
-They serve calls inside :func:`forced` alone, until they have been measured: docs/lab/experts_sm90.md.
+They serve calls inside :func:`forced` alone: docs/lab/experts_sm90.md has their times and says why.
 """
 
 import contextlib
