@@ -105,25 +105,25 @@ def test_luspo_leaves_padding_out(level):
 # --- references ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
-def test_a_reference_that_requires_grad(kind):
-    """Is taken without gradients, as in liger_kernel."""
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "GRPO of log-probabilities"])
+def test_what_requires_grad(kind):
+    """Besides the policy: it is taken without gradients, as in liger_kernel."""
     import liger_kernel.chunked_loss
 
-    module = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{kind}Loss")(use_ref_model=True)
-    names = "ref_input", "ref_weight", "kl"
-    given = dict(zip(names, [*REFERENCE, torch.tensor(0.1)], strict=True))
-    if kind == "KTO":
-        given["preference_labels"] = torch.tensor([1, 0, 0, 1])
-    else:
-        del given["kl"]
+    module = getattr(liger_kernel.chunked_loss, f"LigerFusedLinear{kind.split()[0]}Loss")(use_ref_model=True)
     tensors = {"lin_weight": WEIGHT, "_input": HIDDEN_STATES, "target": TARGET}
-    if kind == "GRPO":
+    given = dict(zip(("ref_input", "ref_weight"), REFERENCE, strict=True))
+    if kind == "KTO":
+        tensors["preference_labels"] = torch.tensor([1, 0, 0, 1])
+        given["kl"] = torch.tensor(0.1)
+    elif kind != "DPO":
         del tensors["target"]
-        tensors |= {"selected_token_ids": IDS, "attention_mask": MASK, "advantages": ADVANTAGES}
+        tensors |= {"selected_token_ids": IDS, "attention_mask": MASK}
+        given = given if kind == "GRPO" else {"ref_per_token_logps": REF}
+        given |= {"advantages": ADVANTAGES, "old_per_token_logps": OLD, "vllm_is_ratio": MASK + 0.5}
     loss = module(**tensors, **given)[0]
-    leaves = {name: given[name].clone().requires_grad_() for name in names if name in given}
-    same = module(**tensors, **given | leaves)[0]
+    leaves = {name: value.clone().requires_grad_() for name, value in given.items()}
+    same = module(**tensors, **leaves)[0]
     same.backward(retain_graph=True)
     assert torch.equal(same, loss) and all(leaf.grad is None for leaf in leaves.values())
     HIDDEN_STATES.grad = WEIGHT.grad = None

@@ -57,6 +57,15 @@ def test_every_class_and_function_can_be_pickled(tmp_path):
     assert forked_python.python("-c", program, cwd=tmp_path).returncode == 0
 
 
+class Inherited(loaded("layers.rows:_apply_rms_norm", "LigerRMSNormFunction")):
+    pass
+
+
+def test_a_class_that_inherits_can_be_pickled():
+    assert pickle.loads(pickle.dumps(Inherited)) is Inherited
+    assert type(pickle.loads(pickle.dumps(Inherited()))) is Inherited
+
+
 def test_every_callable_has_a_comparison():
     numeric = {pair for pair in SOURCES if pair[0] not in ELSEWHERE and pair[1] not in OUTPUT_CLASSES}
     assert numeric == set(CASES)

@@ -174,8 +174,13 @@ def loaded(source: str, name: str) -> Any:
     return _FunctionClass(name, (), attributes)
 
 
+def _reduced(made: _FunctionClass) -> Any:
+    # A class that inherits from one of these is in a module of its own.
+    return (loaded, (made.source, made.__name__)) if "source" in vars(made) else made.__qualname__
+
+
 # No module has these classes before their first use.
-copyreg.pickle(_FunctionClass, lambda made: (loaded, (made.source, made.__name__)))
+copyreg.pickle(_FunctionClass, _reduced)
 
 
 def is_starred(module: str, name: str) -> bool:

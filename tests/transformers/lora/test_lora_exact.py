@@ -2,6 +2,7 @@
 """Float32 adapters of a 16-bit model: PEFT computes in float32, and so the range and the strides of factors
 are free."""
 
+import contextlib
 import copy
 
 import pytest
@@ -41,12 +42,13 @@ def layers(dtype, device, a, b):
     return found
 
 
-def results_of(layer, x, upstream):
+def results_of(layer, x, upstream, of_backward=contextlib.nullcontext()):
     """name -> the result, and the gradients of the input and of the factors."""
     x = x.to(layer.base_layer.weight.dtype).requires_grad_()
     y = layer(x)
     factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    grads = torch.autograd.grad(y, [x, *factors], upstream.to(y.dtype))
+    with of_backward:
+        grads = torch.autograd.grad(y, [x, *factors], upstream.to(y.dtype))
     return dict(zip(("y", "x", "A", "B"), (y.detach(), *grads), strict=True))
 
 
@@ -87,6 +89,20 @@ def test_low_rank_products_beyond_the_range_of_float16(dtype, device, monkeypatc
         ours, theirs, exact = (results_of(layer, given, upstream) for layer in found)
         for name in ours:
             assert_as_exact_as_torch(ours[name], theirs[name], exact[name], name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_backward_under_autocast(dtype, device):
+    """The forward had no autocast, and its backward is as exact as without."""
+    a, b = torch.randn(RANK, INPUTS, device=device), torch.randn(OUTPUTS, RANK, device=device)
+    ours, _, exact = layers(dtype, device, a, b)
+    x = torch.randn(ROWS, INPUTS, device=device).to(dtype)
+    upstream = torch.randn(ROWS, OUTPUTS, device=device).to(dtype)
+    expected = results_of(exact, x, upstream)
+    plain = results_of(ours, x, upstream)
+    inside = results_of(ours, x, upstream, torch.autocast(x.device.type, dtype=dtype))
+    for name in inside:
+        assert_as_exact_as_torch(inside[name], plain[name], expected[name], name)
 
 
 @pytest.mark.parametrize("where", ["x", "upstream", "A", "B"])

@@ -51,8 +51,7 @@ def liger_fused_linear_grpo(
         use_ref_model: False has the effect of a reference equal to the policy: the KL divergence is 0,
             whatever is given for the reference.
     """
-    tensors = {name: given.pop(name) for name in _TENSORS}
-    tensors["ref_input"] = detached(tensors["ref_input"])
+    tensors = {name: detached(given.pop(name)) for name in _TENSORS}
     if not use_ref_model:
         tensors["ref_per_token_logps"] = None
     if tensors["ref_per_token_logps"] is not None or not use_ref_model:

@@ -118,7 +118,7 @@ class HostStore:
 
     def begin(self, is_new_step=True):
         """Starts a forward of the model: before its first layer, or within it, where transformers checkpoints
-        the calls of layers (before 5.24) and the input of the first one has been put."""
+        the calls of layers (before 5.23) and the input of the first one has been put."""
         if self._running is None:
             self.flush()
         else:

@@ -7,6 +7,8 @@ dozen launches. Where the host needs longer for these than the device for the pr
 converted instead, as PEFT does.
 """
 
+import functools
+
 import torch
 
 from ..._core.math.float32_matmul import float32_product
@@ -35,6 +37,21 @@ def _parts(t, count):
     return [*parts, t.view(torch.bfloat16)[:, 1::2]]
 
 
+def _without_autocast(product):
+    """Autocast may be on in the backward alone, where it would round the operands."""
+
+    @functools.wraps(product)
+    def exact(tensor, *others):
+        device = tensor.device.type
+        if not torch.is_autocast_enabled(device):
+            return product(tensor, *others)
+        with torch.autocast(device, enabled=False):
+            return product(tensor, *others)
+
+    return exact
+
+
+@_without_autocast
 def wide(a, b, scale=1.0):
     """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits."""
     m, n = a.shape[0], b.shape[1]
@@ -55,6 +72,7 @@ def wide(a, b, scale=1.0):
     return out if scale == 1 else out.mul_(scale)
 
 
+@_without_autocast
 def add_product_(y, a, b):
     """``y += a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
     if y.numel() <= _CONVERTED:

@@ -4,7 +4,8 @@
 The second product of an adapter is added to the product of the base layer by the GEMM that computes it, and
 so are the terms of the gradient of the input: nothing of the size of an activation is allocated besides the
 results. Under autocast, factors are rounded to its dtype, as autocast does; their gradients are not rounded.
-Without it, exact.py multiplies float32 factors with 16-bit operands.
+Without it, exact.py multiplies float32 factors with 16-bit operands; where it converts these, it allocates up
+to 128 MiB at a time.
 """
 
 from typing import NamedTuple
