@@ -42,12 +42,12 @@ def layers(dtype, device, a, b):
     return found
 
 
-def results_of(layer, x, upstream, of_backward=contextlib.nullcontext()):
+def results_of(layer, x, upstream, of_backward=None):
     """name -> the result, and the gradients of the input and of the factors."""
     x = x.to(layer.base_layer.weight.dtype).requires_grad_()
     y = layer(x)
     factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    with of_backward:
+    with of_backward or contextlib.nullcontext():
         grads = torch.autograd.grad(y, [x, *factors], upstream.to(y.dtype))
     return dict(zip(("y", "x", "A", "B"), (y.detach(), *grads), strict=True))
 
