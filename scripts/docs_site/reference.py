@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 
+from declared_tables import ROOT, declarations
+
 # Page -> (title, module, its names on this page; None: all that no other page has). Modules of liger that are
 # listed in its __all__ have pages of their own.
 PAGES = {
@@ -16,19 +18,7 @@ PAGES = {
     "liger_layers.md": (
         "liger: norms, activations, softmax",
         "liger",
-        (
-            "rms_norm",
-            "fused_add_rms_norm",
-            "rms_norm_gated",
-            "layer_norm",
-            "group_norm",
-            "softmax",
-            "swiglu",
-            "swiglu_packed",
-            "geglu",
-            "geglu_packed",
-            "relu_squared",
-        ),
+        tuple(op for op, *_ in declarations((ROOT / "csrc/declarations.cpp").read_text())),
     ),
     "liger_rope.md": (
         "liger: rotary embeddings",

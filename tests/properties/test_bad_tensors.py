@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from declared_calls import DECLARED, is_of_batch, shapes
 from errors import error_about
 from public_callables import CASES, arguments
 from public_callables.case import IGNORED, VOCAB
@@ -25,7 +26,7 @@ def other_shapes_and_dtypes(tensor):
 
 ROWS_OF_ANY_NUMBER = {"fewer rows", "one more dimension"}
 ANY_NUMBER = {"another integer", "float16"}
-HALF, ROWS_OR_HALF = {"float16"}, {"float16", *ROWS_OF_ANY_NUMBER}
+HALF = {"float16"}
 # Changes that leave a valid call: numbers and weights of tokens, teachers and factors of other dtypes.
 TAKEN_AS = {
     **dict.fromkeys(("advantages", "mask", "preference_labels", "kl", "vllm_is_ratio"), ANY_NUMBER),
@@ -33,12 +34,24 @@ TAKEN_AS = {
     **dict.fromkeys(("token_weight", "ce_weight", "top_k_weights", "lora_a", "lora_b"), HALF),
     **dict.fromkeys(("student", "teacher", "teacher_logits", "teacher_logprobs"), HALF),
 }
+
+
+def taken_by(op):
+    """Of the only tensor of a declared op that is no parameter: parameters may be float32, and rows are
+    independent of each other."""
+    of_op = shapes(op, (2, 4, 16))
+    main, *others = (name for name in of_op if not DECLARED[op].is_parameter(name))
+    if others:
+        return {}
+    last = DECLARED[op].dims[-1]
+    fixed = last[0] == "2" or any((last,) == DECLARED[op].shapes[name].dims for name in of_op if name != main)
+    rows = {"fewer rows"} if is_of_batch(op) else ROWS_OF_ANY_NUMBER
+    return {main: {"float16", *rows, *(() if fixed else ("shorter rows",))}}
+
+
 # A tensor alone, or with parameters of its last dimension, and fewer classes.
 TAKEN_BY = {
-    **{op: {"x": {"shorter rows", *ROWS_OR_HALF}} for op in ("softmax", "relu_squared")},
-    **{op: {"x": ROWS_OR_HALF} for op in ("layer_norm", "rms_norm")},
-    **{op: {"gate_up": ROWS_OR_HALF} for op in ("swiglu_packed", "geglu_packed")},
-    "group_norm": {"x": {"shorter rows", "fewer rows", "float16"}},
+    **{op: taken_by(op) for op in DECLARED},
     "complex_rope": {"freqs_cis": {"shorter rows", "one more dimension"}},
     "tiled_mlp": {"x": ROWS_OF_ANY_NUMBER},
     "cross_entropy": {"logits": {"shorter rows", "float16"}},

@@ -5,6 +5,7 @@ rows that are all ignored, and with rows in several dimensions."""
 import pytest
 import torch
 from cross_entropy_reference import ALL_METRICS, rows_per_chunk
+from declared_calls import DECLARED, call, is_of_batch, shapes
 from public_callables import CASES, arguments, interpretable, results, weighted_sum
 
 import liger
@@ -45,10 +46,6 @@ def linear_ce(ignored):
     return call
 
 
-def group_norm(x, weight, bias):
-    return liger.group_norm(x, 2, weight, bias)
-
-
 def gated_norm(group_size):
     return lambda x, gate, weight: liger.rms_norm_gated(x, gate, weight, group_size=group_size)
 
@@ -58,15 +55,8 @@ BITS = {
     "softmax of one warp": (liger.softmax, [(9, 64)]),
     "softmax of one block": (liger.softmax, [(9, 1000)]),
     "softmax of long rows": (liger.softmax, [(9, 70000)]),
-    "relu_squared": (liger.relu_squared, [ROW]),
-    "swiglu": (liger.swiglu, [ROW, ROW]),
-    "swiglu_packed": (liger.swiglu_packed, [(TOKENS, 1024)]),
-    "geglu": (liger.geglu, [ROW, ROW]),
-    "geglu_packed": (liger.geglu_packed, [(TOKENS, 1024)]),
-    "rms_norm": (liger.rms_norm, [ROW, (512,)]),
-    "rms_norm_gated": (gated_norm(128), [ROW, ROW, (512,)]),
-    "layer_norm": (liger.layer_norm, [ROW, (512,), (512,)]),
-    "group_norm": (lambda x, *p: liger.group_norm(x, 8, *p), [(9, 32, 50), (32,), (32,)]),
+    **{op: (call(op), list(shapes(op, (9, 32, 50) if is_of_batch(op) else ROW).values())) for op in DECLARED},
+    "rms_norm_gated of groups": (gated_norm(128), [ROW, ROW, (512,)]),
     "rope": (rotated(liger.rope), [(2, 4, 9, 64), (2, 2, 9, 64)]),
     "qk_norm_rope": (rotated(liger.qk_norm_rope), [(2, 6, 70, 128), (2, 2, 70, 128), (128,), (128,)]),
     "cross_entropy": (cross_entropy, [(TOKENS, 1000)]),
@@ -83,8 +73,8 @@ def floats(results):
 @pytest.mark.skipif(triton_interpreted(), reason="the interpreter runs one block after the other")
 @pytest.mark.parametrize("name", BITS)
 def test_same_bits_twice_and_inputs_untouched(name, device):
-    function, shapes = BITS[name]
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    function, of_inputs = BITS[name]
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in of_inputs]
     before, versions = [t.detach().clone() for t in inputs], [t._version for t in inputs]
     runs, upstream = [], None
     for _ in range(2):
@@ -98,43 +88,29 @@ def test_same_bits_twice_and_inputs_untouched(name, device):
     assert all(map(torch.equal, inputs, before)) and [t._version for t in inputs] == versions
 
 
-def of_rows(function, *parameters):
-    """Shapes without rows and without columns, of x and of what has one number per column."""
-    return [
-        (function, [shape if p == "x" else shape[-1:] for p in ("x", *parameters)])
-        for shape in ((0, 16), (2, 0, 16), (3, 0))
-    ]
-
-
 def written(function):
     return lambda *inputs: function(*(t * 1 for t in inputs), inplace=True)
 
 
+# Without rows and without columns.
+NO_ROWS, NO_BATCH = ((0, 16), (2, 0, 16), (3, 0)), ((0, 4, 3), (2, 4, 0), (2, 0, 3))
 EMPTY = [
-    *of_rows(liger.softmax),
-    *of_rows(liger.relu_squared),
-    *of_rows(liger.rms_norm, "weight"),
-    *of_rows(liger.layer_norm, "weight", "bias"),
-    *of_rows(gated_norm(None), "x", "weight"),
-    *of_rows(gated_norm(4), "x", "weight"),
-    *((group_norm, [shape, shape[1:2], shape[1:2]]) for shape in ((0, 4, 3), (2, 4, 0), (2, 0, 3))),
+    *((call(op), op, main) for op in DECLARED for main in (NO_BATCH if is_of_batch(op) else NO_ROWS)),
+    *((gated_norm(4), "rms_norm_gated", main) for main in NO_ROWS),
 ]
-for _op in (liger.swiglu, liger.geglu):
-    EMPTY += [*of_rows(_op, "x"), *of_rows(written(_op), "x"), (_op, [(0,), (0,)])]
-EMPTY_PACKED = []
-for _op in (liger.swiglu_packed, liger.geglu_packed):
-    EMPTY_PACKED += [*of_rows(_op), *of_rows(written(_op)), (_op, [(0,)])]
+for _op in ("swiglu", "geglu", "swiglu_packed", "geglu_packed"):
+    EMPTY += [(written(getattr(liger, _op)), _op, main) for main in NO_ROWS]
+    EMPTY += [(getattr(liger, _op), _op, (0,))]
 
 
-@pytest.mark.parametrize(
-    ("function", "shapes", "halves"),
-    [*((*case, 1) for case in EMPTY), *((*case, 2) for case in EMPTY_PACKED)],
-)
-def test_without_rows(function, shapes, halves, device):
-    x, *_ = inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-    y = function(*inputs)
-    assert y.shape == (x.shape if halves == 1 else (*x.shape[:-1], x.shape[-1] // 2))
-    y.sum().backward()
+@pytest.mark.parametrize(("function", "op", "main"), EMPTY)
+def test_without_rows(function, op, main, device):
+    x, *_ = inputs = [
+        torch.randn(shape, device=device, requires_grad=True) for shape in shapes(op, main).values()
+    ]
+    y, *_ = found = floats(function(*inputs))
+    assert y.shape == (x.shape if not op.endswith("_packed") else (*x.shape[:-1], x.shape[-1] // 2))
+    sum(result.sum() for result in found).backward()
     for tensor in inputs:
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 

@@ -5,6 +5,11 @@
 left out: they take time on the host, and the figures but for host times of small tensors are of the device.
 """
 
+from pathlib import Path
+
+import liger_bench
+
+ROOT = Path(__file__).parents[3]
 SUITE = ("benchmarks/liger_bench/measure.py",)
 STEPS = ("benchmarks/liger_bench/models/trainee.py", "benchmarks/liger_bench/models/sizes.py")
 CELLS = (*STEPS, "benchmarks/experiments/training.py", "benchmarks/experiments/text.py")
@@ -27,7 +32,18 @@ _LOGPROBS = (
 _GATED = ("python/liger/ops/gated.py",)
 _TILED_MLP = ("python/liger/ops/tiled_mlp/",)
 
-# Op of the suite -> its kernels and their Python.
+
+def _named(op):
+    """The kernels of the name of an op and their Python."""
+    found = (
+        ROOT.glob(f"csrc/*/{op}.cu"),
+        ROOT.glob(f"triton_kernels/{op}.py"),
+        ROOT.glob(f"python/liger/ops/{op}.py"),
+    )
+    return tuple(path.relative_to(ROOT).as_posix() for paths in found for path in paths)
+
+
+# Op of the suite -> its kernels and their Python, where they are not the files of its name.
 OPS = {
     "cross_entropy": _CROSS_ENTROPY,
     "divergence": ("csrc/divergence/", "triton_kernels/divergence.py", "python/liger/ops/divergence/"),
@@ -46,14 +62,11 @@ OPS = {
     "logprobs": (*_HEAD, *_LOGPROBS),
     "preference": (*_HEAD, "csrc/lm_head/sm90/losses/", "python/liger/losses/"),
     "qk_norm_rope": ("csrc/rope/qk_norm_rope.cu", "triton_kernels/qk_norm_rope.py", "python/liger/ops/rope/qk_"),
-    "relu_squared": ("csrc/activation/relu_squared.cu", "triton_kernels/relu_", "python/liger/ops/relu_squared.py"),
-    "rms_norm": ("csrc/norm/rms_norm.cu", "triton_kernels/rms_norm.py", "python/liger/ops/rms_norm.py"),
-    "rms_norm_gated": ("csrc/norm/rms_norm_gated.cu", "triton_kernels/rms_norm_gated", "python/liger/ops/rms_norm_g"),
     "rope": ("csrc/rope/rope.cu", "triton_kernels/rope.py", "python/liger/ops/rope/op.py"),
-    "softmax": ("csrc/softmax/", "triton_kernels/softmax.py", "python/liger/ops/softmax.py"),
     "swiglu": (*_GATED, "csrc/activation/swiglu.cu", "triton_kernels/swiglu.py", "python/liger/ops/swiglu.py"),
     "tiled_mlp": (*_GATED, *_TILED_MLP, "csrc/activation/", "triton_kernels/gated.py", "python/liger/nn/tiled_mlp.py"),
 }  # fmt: skip
+OPS |= {op: _named(op) for op in liger_bench.OPS if op not in OPS}
 
 # A training step of a patched model.
 _LAYERS = tuple(

@@ -6,22 +6,33 @@ import pytest
 import ranks
 import torch
 from cases import assert_as_exact_as_torch, error
+from declared_calls import DECLARED, DIVISOR, call, is_of_batch, shapes
 from sharded import B, H, R, T, V, compare, distribute, random, targets
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import liger
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("weighted", [True, False], ids=["weight", "plain"])
-def test_norms_of_sharded_tokens(dim, weighted):
-    weight = random(H, seed=2) if weighted else None
-    (y,), grads = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), weight], [Shard(dim), R])
-    assert y.placements == (Shard(dim),) and grads[0].placements == (Shard(dim),)
-    assert not weighted or grads[1].placements == (Partial(),)
-    inputs = [random(B, T, H), random(B, T, H, seed=3), weight]
-    results, grads = compare(liger.fused_add_rms_norm, inputs, [Shard(dim), Shard(dim), R])
-    assert all(r.placements == (Shard(dim),) for r in results)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("op", DECLARED)
+def test_declared_ops(op, dim):
+    """Each rank works alone along an independent dimension, and its gradients of parameters are partial sums.
+    Along any other dimension the tensors are gathered."""
+    of_op = shapes(op, (B, 2 * DIVISOR, T) if is_of_batch(op) else (B, T, H))
+    of_parameters = [DECLARED[op].is_parameter(name) for name in of_op]
+    tensors = [random(*shape, seed=seed) for seed, shape in enumerate(of_op.values())]
+    alone = dim < DECLARED[op].independent(tensors[0])
+    placements = [R if is_parameter else Shard(dim) for is_parameter in of_parameters]
+    results, grads = compare(call(op), tensors, placements, gathers=not alone)
+    assert all(r.placements == ((Shard(dim) if alone else R),) for r in results)
+    if alone:
+        expected = [Partial() if is_parameter else Shard(dim) for is_parameter in of_parameters]
+        assert [g.placements for g in grads] == [(p,) for p in expected]
+
+
+def test_norm_without_a_weight():
+    (y,), grads = compare(lambda x: liger.rms_norm(x), [random(B, T, H)], [Shard(1)])
+    assert y.placements == grads[0].placements == (Shard(1),)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -41,9 +52,8 @@ def test_gated_norms_of_sharded_tokens(dim, group_size):
     torch.testing.assert_close(rstd.full_tensor(), whole)
 
 
-@pytest.mark.parametrize("placement", [Shard(2), Partial()], ids=["hidden", "partial"])
-def test_norms_need_whole_rows(placement):
-    (y,), _ = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), random(H)], [placement, R], True)
+def test_norm_of_partial_sums():
+    (y,), _ = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), random(H)], [Partial(), R], True)
     assert y.placements == (R,)
 
 
@@ -53,19 +63,6 @@ def test_rstd_is_that_of_the_tokens():
     _, rstd = torch.ops.liger.rms_norm(distribute(x, Shard(1)), None)
     assert rstd.placements == (Shard(1),)
     torch.testing.assert_close(rstd.full_tensor(), torch.ops.liger.rms_norm(x, None)[1])
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_swiglu(dim):
-    (y,), grads = compare(liger.swiglu, [random(B, T, H), random(B, T, H, seed=1)], [Shard(dim)] * 2)
-    assert {t.placements for t in (y, *grads)} == {(Shard(dim),)}
-
-
-def test_swiglu_packed():
-    (y,), _ = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(1)])
-    assert y.placements == (Shard(1),)
-    (y,), _ = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(2)], gathers=True)
-    assert y.placements == (R,)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "swiglu_packed"])

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from declared_calls import DECLARED, call, is_of_batch, shapes
 
 import liger
-from liger._core.op.declared import declarations, overload
 
 HIDDEN, VOCAB = 16, 11
 
@@ -39,34 +39,16 @@ class Case:
             return self.function(*inputs)
 
 
-_CHANNEL_GROUPS = 4
-
-
-def _declared(declaration):
+def _declared(op):
     """The case of a declared op: its tensors, and the options that have no default."""
-    arguments = overload(declaration.ops[0])._schema.arguments
-    names = [a.name for a in arguments if a.name in declaration.shapes]
-    required = {
-        a.name: _CHANNEL_GROUPS
-        for a in arguments
-        if a.name not in declaration.shapes and not a.has_default_value()
-    }
-    function = getattr(liger, declaration.ops[0])
-
-    def call(*tensors):
-        return function(**dict(zip(names, tensors, strict=True)), **required)
-
-    def shape(name, tokens):
-        if declaration.is_parameter(name):
-            return tuple(int(dim) if dim.isdigit() else HIDDEN for dim in declaration.shapes[name].dims)
-        return (tokens, HIDDEN, 5) if declaration.dims[0] == "batch" else (2, tokens, HIDDEN)
 
     def make(tokens):
-        return tuple(_randn(*shape(name, tokens)) for name in names)
+        of_op = shapes(op, (tokens, HIDDEN, 5) if is_of_batch(op) else (2, tokens, HIDDEN))
+        return tuple(_randn(*shape) for shape in of_op.values())
 
-    tokens = 0 if declaration.dims[0] == "batch" else 1
-    dims = tuple(None if declaration.is_parameter(name) else tokens for name in names)
-    return Case(functools.wraps(function)(call), None, make, dims, dims.count(tokens))
+    tokens = 0 if is_of_batch(op) else 1
+    dims = tuple(None if DECLARED[op].is_parameter(name) else tokens for name in shapes(op, (1, 1, 1)))
+    return Case(functools.wraps(getattr(liger, op))(call(op)), None, make, dims, dims.count(tokens))
 
 
 def _randn(*shape):
@@ -103,11 +85,7 @@ def _plain_experts(x, index, weights, gate_up, down):
     return torch.einsum("btke,btk,bted->btd", chosen, weights, outputs.to(weights.dtype)).to(x.dtype)
 
 
-CASES = {
-    op: _declared(declaration)
-    for op, declaration in declarations().items()
-    if op == declaration.ops[0] and hasattr(liger, op)
-}
+CASES = {op: _declared(op) for op in DECLARED}
 CASES |= {
     "rope": Case(
         liger.rope,

@@ -2,41 +2,15 @@
 """Ops of one tensor, elementwise ops, rotary embeddings and tiled functions."""
 
 import torch
+from declared_calls import DECLARED, is_of_batch, options, shapes
 
 import liger
-from liger._core.op.declared import declarations, overload
 
 from .case import HIDDEN, X, add, normal, tensors, with_options
 
-_SIZES = {"batch": 2, "channels": HIDDEN, "H": HIDDEN, "2I": HIDDEN}
-_DIVISOR = 4
-
-
-def _shape(declaration, name):
-    dims = declaration.dims if declaration.shapes[name].like else declaration.shapes[name].dims
-    if dims == ("...",):
-        return X
-    shape = []
-    for position, dim in enumerate(dims):
-        if dim == "...":
-            shape += (5,) if position else X[:-1]
-        else:
-            shape.append(int(dim) if dim.isdigit() else _SIZES[dim])
-    return tuple(shape)
-
-
-def _add_declared(declaration):
-    """The case of a declared op: all tensors of its schema, and the options without a default."""
-    op = declaration.ops[0]
-    schema = overload(op)._schema.arguments
-    shapes = {a.name: _shape(declaration, a.name) for a in schema if a.name in declaration.shapes}
-    required = {a.name: _DIVISOR for a in schema if a.name not in shapes and not a.has_default_value()}
-    add(op, getattr(liger, op), with_options(tensors(**shapes), **required), " ".join(shapes))
-
-
-for _op, _declaration in declarations().items():
-    if _op == _declaration.ops[0]:
-        _add_declared(_declaration)
+for _op in DECLARED:
+    _shapes = shapes(_op, (2, HIDDEN, 5) if is_of_batch(_op) else X)
+    add(_op, getattr(liger, _op), with_options(tensors(**_shapes), **options(_op)), " ".join(_shapes))
 
 _gated_norm = tensors(x=X, gate=X, weight=(HIDDEN,))
 add(
