@@ -5,8 +5,7 @@
 // The schedule is the ping-pong of lm_head/sm90/gemm/pingpong.cuh, with tiles of 128 x 192 per warpgroup,
 // clusters of two blocks and persistent blocks, with three differences:
 //
-// - Units of work are cut from `ends` on the device (schedule.h): every block sums the units of the experts
-// in
+// - Units of work are cut from `ends` on the device (schedule.h): every block sums the units of experts in
 //   its own shared memory, so the host reads nothing and no other kernel runs first.
 // - With kGather the producer warpgroup copies rows of A by their indices, with cp.async: TMA of compute
 //   capability 9.0 has no gather, and bulk copies of single rows cannot swizzle. Copies that have landed

@@ -144,8 +144,7 @@ class HostStore:
         self.retire(1)
         # The layer before exists until this one has run: its tensors keep their addresses.
         before = self._group
-        counted = self.moved, self._inputs, self.refused
-        self._group = self._running = group = _Group(self, before, stays, counted)
+        self._group = self._running = group = _Group(self, before, stays, self._counted())
         try:
             yield
         except BaseException:
