@@ -172,8 +172,8 @@ T __shfl_up_sync(uint32_t, T value, int delta) {
   return shuffle(value, lane < delta ? lane : lane - delta);
 }
 template <typename T>
-T __shfl_sync(uint32_t, T value, int from) {
-  return shuffle(value, from);
+T __shfl_sync(uint32_t, T value, int from, int width = 32) {
+  return shuffle(value, threadIdx.x % 32 / width * width + from % width);
 }
 
 // --- mbarriers
