@@ -44,7 +44,8 @@ struct GateUpEpilogue {
   T* product;     // (rows, intermediate)
   int intermediate;
 
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int lane) const {
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int, int lane,
+                                        uint32_t) const {
     const int n0 = tile.column_tile * kHalfColumns;
     const T* const own = bias == nullptr ? nullptr : bias + int64_t{tile.expert} * 2 * intermediate;
     if constexpr (kInterleaved) {
@@ -136,7 +137,8 @@ struct RowsEpilogue {
   T* out;                // (rows, columns)
   int columns;           // a multiple of 8
 
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int lane) const {
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int, int lane,
+                                        uint32_t) const {
     const int n0 = tile.column_tile * kColumns;
     start_with_bias(sums, bias == nullptr ? nullptr : bias + int64_t{tile.expert} * columns,
                     {n0, n0 + kHalfColumns}, {columns, columns}, lane);
@@ -173,6 +175,7 @@ struct GradProductEpilogue {
   // and rows of up follow; rows of both are 160 bytes apart. So eight rows are in different banks.
   static constexpr int kPitch = kInterleaved ? 160 : 80, kUpBytes = 8 * 80, kPartBytes = 2 * kUpBytes,
                        kStagingBytes = 2 * kPartBytes;
+  static constexpr int kColumnParts = kColumns / 32, kParts = 2 * kColumnParts;  // of a half
   Groups groups;
   GatheredRows<T> a;
   Gate gate;
@@ -183,48 +186,34 @@ struct GradProductEpilogue {
   int64_t rows;
   int intermediate;
 
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile& tile, int row, int lane,
+                                        uint32_t staging) const {
     for (auto& half : sums) sm90::clear<kColumns>(half);
+    // Of the tile before, beyond its rows.
+    copies_wait<0>();
+    copy(tile, row, lane, staging, 0), copy(tile, row, lane, staging, 1);
   }
   __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
                                         uint32_t staging) const {
-    constexpr int kParts = kColumns / 32;
     const int n0 = tile.column_tile * kColumns, quad = lane % 4, own = lane / 4;
     const int64_t at_row = int64_t{tile.first_row + row + own} * intermediate;
     T* const out = product + at_row + n0 + quad * 8;
     T* const kept = gate_up + 2 * at_row + (kInterleaved ? 2 * n0 : n0);
     const int rows_left = tile.rows - row - own, left = intermediate - n0;
-    // This lane copies vectors of its row, and reads its words of the row.
-    const uint32_t to = staging + own * kPitch + quad * 16,
-                   from = staging + own * kPitch + quad * (kInterleaved ? 8 : 4);
+    // This lane reads its words of the row.
+    const uint32_t from = staging + own * kPitch + quad * (kInterleaved ? 8 : 4);
     float row_weights[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       row_weights[h] = 8 * h < rows_left ? __ldg(weights + tile.first_row + row + own + 8 * h) : 0.0f;
-    // Part p is copied while the two parts before it are computed.
-    const auto copy = [&](int p) {
-      if (p < 2 * kParts) {
-        const int h = p / kParts, i = p % kParts;
-        const T* const source = kept + 16 * h * intermediate + (kInterleaved ? 64 : 32) * i + quad * 8;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const bool inside = 8 * h < rows_left && (kInterleaved ? 64 * i + 32 * m + quad * 8 < 2 * left
-                                                                 : 32 * i + quad * 8 < left);
-          copy_or_zero(to + m * (kInterleaved ? 64 : kUpBytes) + p % 2 * kPartBytes,
-                       inside ? source + m * (kInterleaved ? 32 : intermediate) : gate_up, inside);
-        }
-      }
-      copies_commit();
-    };
-    copy(0), copy(1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool valid = 8 * h < rows_left;
       const float weight = row_weights[h];
       float total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const int part = h * kParts + i;
+      for (int i = 0; i < kColumnParts; ++i) {
+        const int part = h * kColumnParts + i;
         copies_wait<1>();
         __syncwarp();
         // Gates and ups of two columns, or gate and up of one column each.
@@ -239,7 +228,7 @@ struct GradProductEpilogue {
           }
         }
         __syncwarp();
-        copy(part + 2);
+        copy(tile, row, lane, staging, part + 2);
         T* const gradient =
             kept + 16 * h * intermediate + (kInterleaved ? 64 * i + quad * 4 : 32 * i + quad * 8);
 #pragma unroll
@@ -281,6 +270,25 @@ struct GradProductEpilogue {
         sums_of_rows[tile.column_tile * rows + tile.first_row + row + own + 8 * h] = total;
     }
   }
+
+ private:
+  // Part p of the warp's rows from `row` on; parts from kParts on are of the rows of the other half, 64
+  // below. A part is copied while the two parts before it are computed, the first two during the mainloop.
+  __device__ __forceinline__ void copy(const ExpertTile& tile, int row, int lane, uint32_t staging,
+                                       int p) const {
+    const int i = p % kColumnParts, quad = lane % 4, n0 = tile.column_tile * kColumns;
+    const int r = row + p / kParts * kBox + p / kColumnParts % 2 * 8 + lane / 4, left = intermediate - n0;
+    const T* const source = gate_up + int64_t{tile.first_row + r} * 2 * intermediate +
+                            (kInterleaved ? 2 * n0 + 64 * i : n0 + 32 * i) + quad * 8;
+    const uint32_t to = staging + lane / 4 * kPitch + quad * 16 + p % 2 * kPartBytes;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int column = kInterleaved ? 64 * i + 32 * m + quad * 8 : 32 * i + quad * 8;
+      copy_or_zero(to + m * (kInterleaved ? 64 : kUpBytes), source + m * (kInterleaved ? 32 : intermediate),
+                   r < tile.rows && column < (kInterleaved ? 2 * left : left));
+    }
+    copies_commit();
+  }
 };
 
 // a[rows of e].T @ b[rows of e] for every expert e, with gathered rows of a; or with kTransposed the
@@ -299,7 +307,7 @@ struct GradMatrixEpilogue {
   __device__ __forceinline__ int rows_left(const ExpertTile& tile) const {
     return a.columns - tile.row_tile * kRows;
   }
-  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int) const {
+  __device__ __forceinline__ void start(TileSums& sums, const ExpertTile&, int, int, uint32_t) const {
     for (auto& half : sums) sm90::clear<kColumns>(half);
   }
   __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,

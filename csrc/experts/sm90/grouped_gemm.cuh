@@ -151,121 +151,134 @@ __device__ __forceinline__ ExpertTile find_tile(const Groups& groups, const int*
   return tile_of(t - first_units[e], rank, e, begin, end, groups.column_tiles);
 }
 
-// True for the thread that starts the TMA loads of a stage. The warps of the producer take turns: a warp
-// needs as long for them as for its copies.
-__device__ __forceinline__ bool issues(int stage) {
-  return threadIdx.x == stage % (kGatherThreads / 32) * 32;
-}
+// The k-blocks of all tiles of a cluster that a warp of the producer copies: one in kGatherWarps, so that as
+// many stages are filled at a time, and what a k-block costs once is paid by one warp.
+struct OwnBlocks {
+  // Exchanged, so that the compiler knows that the lanes agree: uniform registers hold what follows from it.
+  int block = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), stage = block;
+  uint32_t phase = 0;
+  static_assert(kGatherWarps <= kStages);
 
-// The producer warpgroup of a K-major gathered A.
+  __device__ __forceinline__ void next() {
+    block += kGatherWarps, stage += kGatherWarps;
+    if (stage >= kStages) stage -= kStages, phase ^= 1;
+  }
+};
+
+// Where a lane of the producer writes its vectors (layout.h): the first row of even i, and of odd i.
+struct Destination {
+  uint32_t even, odd;
+  __device__ __forceinline__ Destination(const unsigned char* ring_memory, int row, int vector)
+      : even(shared_address(ring_memory) + box_vector_offset(row, vector)),
+        odd(shared_address(ring_memory) + box_vector_offset(row + kGatherRows, vector) - kGatherStep) {}
+  __device__ __forceinline__ uint32_t at(int stage, int i) const {
+    return (i % 2 == 0 ? even : odd) + stage * kStageBytes + i * kGatherStep;
+  }
+};
+
+// The producer warpgroup of a K-major gathered A. The eight lanes that copy the vectors of a row hold the
+// indices of every eighth row of theirs, and exchange them.
 template <class Epilogue>
 __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilogue& epilogue,
                                             const int* first_units, int units, int cluster, int clusters,
                                             int rank, unsigned char* ring_memory, uint64_t* full,
                                             uint64_t* empty) {
+  constexpr int kCopies = kRows / kGatherRows;  // of a lane and k-block
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
-  const uint32_t destination = shared_address(ring_memory) + box_vector_offset(row, vector);
-  const auto* const source = reinterpret_cast<const unsigned char*>(a.rows);
-  Ring<kStages> ring;
-  for (int t = cluster; t < units; t += clusters) {
+  const int lane = threadIdx.x % 32, vector = lane % 8, row = lane / 8;
+  const Destination to(ring_memory, row, vector);
+  OwnBlocks own;
+  for (int t = cluster; t < units; t += clusters, own.block -= groups.k_blocks) {
     const ExpertTile tile = find_tile<false>(groups, first_units, t, rank);
-    int rows[kRows / kGatherRows];
+    int rows[kCopies / 8];
 #pragma unroll
-    for (int i = 0; i < kRows / kGatherRows; ++i)
-      rows[i] = a.indices[tile.first_row + min(row + i * kGatherRows, max(tile.rows, 1) - 1)];
-    for (int block = 0; block < groups.k_blocks; ++block, ring.next()) {
-      mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
-      const int k = block * kTileK, column = k + vector * 8;
-      if (issues(ring.stage))
-        load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
-                             &full[ring.stage]);
+    for (int j = 0; j < kCopies / 8; ++j)
+      rows[j] = a.indices[tile.first_row + min(row + (vector + 8 * j) * kGatherRows, max(tile.rows, 1) - 1)];
+    for (; own.block < groups.k_blocks; own.next()) {
+      mbarrier_wait(&empty[own.stage], own.phase ^ 1);
+      const int k = own.block * kTileK, column = k + vector * 8;
+      if (lane == 0)
+        load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + own.stage * kStageBytes,
+                             &full[own.stage]);
+      __syncwarp();
       const bool valid = column < a.columns;
-      const uint32_t to = destination + ring.stage * kStageBytes;
+      const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
 #pragma unroll
-      for (int i = 0; i < kRows / kGatherRows; ++i)
-        copy_or_zero(to + i * kGatherStep, a.at(source + column * kElementBytes, rows[i]),
-                     valid && (i * kGatherRows < kBox || tile.rows > kBox));
-      copies_arrive(&full[ring.stage]);
-    }
-  }
-}
-
-// Rows from k to `end` of a k-block of B, then zeros.
-template <class Epilogue>
-__device__ __forceinline__ void copy_rows_of_b(const Epilogue& epilogue, const ExpertTile& tile, int k,
-                                               int end, int row, int vector, uint32_t to) {
-#pragma unroll
-  for (int box = 0; box < kColumns / kBox; ++box) {
-    const int column = tile.column_tile * kColumns + box * kBox + vector * 8;
-#pragma unroll
-    for (int i = 0; i < kTileK / kGatherRows; ++i) {
-      const int at = k + row + i * kGatherRows;
-      const bool valid = column < epilogue.columns && at < end;
-      copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
-                   epilogue.b + (valid ? int64_t{at} * epilogue.columns + column : 0), valid);
+      for (int i = 0; i < kCopies; ++i) {
+        if (i * kGatherRows == kBox && tile.rows <= kBox) break;
+        copy_or_zero(to.at(own.stage, i), a.at(source, __shfl_sync(0xffffffffu, rows[i / 8], i % 8, 8)),
+                     valid);
+      }
+      copies_arrive(&full[own.stage]);
     }
   }
 }
 
 // The same of an MN-major A, gathered along the summed dimension. Rows of other experts in the last k-block
 // of an expert may be infinite or NaN, so there B is copied as well, with zeros.
-//
-// The producer has about 1000 cycles per k-block, and loads of indices take as long. So the eight threads
-// that copy the vectors of a row load one index each for two k-blocks, two k-blocks ahead, and exchange them.
 template <class Epilogue>
 __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epilogue& epilogue, int units,
                                               int cluster, int clusters, int rank, unsigned char* ring_memory,
                                               uint64_t* full, uint64_t* empty) {
-  constexpr int kOwn = kTileK / kGatherRows;  // rows of a thread in a box
-  static_assert(2 * kOwn == 8);
+  constexpr int kCopies = kTileK / kGatherRows;  // of a lane, box and k-block
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
-  const uint32_t destination = shared_address(ring_memory) + box_vector_offset(row, vector);
-  Ring<kStages> ring;
+  const int lane = threadIdx.x % 32, vector = lane % 8, row = lane / 8;
+  const Destination to(ring_memory, row, vector);
+  OwnBlocks own;
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<true>(groups, nullptr, t, rank);
     const int end = tile.first_row + tile.rows, column = tile.row_tile * kRows + vector * 8;
+    const int k_blocks = ceil_div(tile.rows, kTileK);
     const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
-    const auto load_index = [&](int k) { return a.indices[min(k + row + vector * kGatherRows, end - 1)]; };
-    int next = tile.rows > 0 ? load_index(tile.first_row) : 0;
-    for (int pair = tile.first_row; pair < end; pair += 2 * kTileK) {
-      const int index = next;
-      next = load_index(pair + 2 * kTileK);
+    int next[kCopies / 8];
+    const auto load_indices = [&](int k) {
 #pragma unroll
-      for (int second = 0; second < 2; ++second) {
-        const int k = pair + second * kTileK;
-        if (k >= end) break;
-        int rows[kOwn];
+      for (int j = 0; j < kCopies / 8; ++j)
+        next[j] = a.indices[min(k + row + (vector + 8 * j) * kGatherRows, end - 1)];
+    };
+    if (own.block < k_blocks) load_indices(tile.first_row + own.block * kTileK);
+    for (; own.block < k_blocks; own.next()) {
+      const int k = tile.first_row + own.block * kTileK;
+      int rows[kCopies / 8];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) rows[i] = __shfl_sync(0xffffffffu, index, second * kOwn + i, 8);
-        mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
-        const bool whole = k + kTileK <= end;
-        if (issues(ring.stage)) {
-          if (whole) {
-            load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
-                                 &full[ring.stage]);
-          } else {
-            mbarrier_arrive_expect(&full[ring.stage], 0);
-          }
+      for (int j = 0; j < kCopies / 8; ++j) rows[j] = next[j];
+      load_indices(k + kGatherWarps * kTileK);
+      mbarrier_wait(&empty[own.stage], own.phase ^ 1);
+      const bool whole = k + kTileK <= end;
+      if (lane == 0) {
+        if (whole) {
+          load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + own.stage * kStageBytes,
+                               &full[own.stage]);
+        } else {
+          mbarrier_arrive_expect(&full[own.stage], 0);
         }
-        const uint32_t to = destination + ring.stage * kStageBytes;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          const bool valid = k + row + i * kGatherRows < end;
-#pragma unroll
-          for (int box = 0; box < kHalves; ++box)
-            copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
-                         a.at(source, rows[i]) + box * kBox * kElementBytes,
-                         valid && column + box * kBox < a.columns);
-        }
-        if (!whole) copy_rows_of_b(epilogue, tile, k, end, row, vector, to + kHalves * kBoxBytes);
-        copies_arrive(&full[ring.stage]);
-        ring.next();
       }
+      __syncwarp();
+      const int left = end - k - row;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const auto* const from = a.at(source, __shfl_sync(0xffffffffu, rows[i / 8], i % 8, 8));
+#pragma unroll
+        for (int box = 0; box < kHalves; ++box)
+          copy_or_zero(to.at(own.stage, i) + box * kBoxBytes, from + box * kBox * kElementBytes,
+                       i * kGatherRows < left && column + box * kBox < a.columns);
+      }
+      if (!whole) {
+        const int b_column = tile.column_tile * kColumns + vector * 8;
+        const auto* from = epilogue.b + int64_t{k + row} * epilogue.columns + b_column;
+#pragma unroll 1
+        for (int i = 0; i < kCopies; ++i, from += int64_t{kGatherRows} * epilogue.columns) {
+#pragma unroll
+          for (int box = 0; box < kColumns / kBox; ++box)
+            copy_or_zero(to.at(own.stage, i) + (kHalves + box) * kBoxBytes, from + box * kBox,
+                         i * kGatherRows < left && b_column + box * kBox < epilogue.columns);
+        }
+      }
+      copies_arrive(&full[own.stage]);
     }
+    own.block -= k_blocks;
   }
 }
 
@@ -293,11 +306,11 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
 //   static constexpr bool kWeights       gradients of matrices: gathered A, MN-major operands; B is
 //                                        (rows, int columns), contiguous, and `b` points to it
 //   Groups groups
-//   void start(Sums<kColumns> (&sums)[kHalves], ExpertTile, int lane) const
+//   static constexpr int kStagingBytes   shared memory of a warp: staging is its address
+//   void start(Sums<kColumns> (&sums)[kHalves], ExpertTile, int row, int lane, uint32_t staging) const
 //       sets the accumulators, while the other warpgroup computes
-//   static constexpr int kStagingBytes   shared memory of a warp for store(): staging is its address
 //   void store(Sums<kColumns>& sums, ExpertTile, int row, int lane, uint32_t staging) const
-//       row: the first of the 16 rows of the tile that belong to this warp; called for each half with rows
+//       row: the first of the 16 rows of a half that belong to this warp; called for each half with rows
 template <class Epilogue>
 struct IssueOf : Epilogue {
   static constexpr bool kAMn = Epilogue::kWeights;
@@ -317,7 +330,9 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   constexpr bool kWeights = Epilogue::kWeights;
   __shared__ int first_units[kWeights ? 1 : kMaxExperts + 1];
   unsigned char* const ring_memory = sm90::aligned_ring(shared_memory);
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Exchanged, so that the compiler knows that the lanes agree: uniform registers hold what follows from it.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
+  const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   const Groups& groups = epilogue.groups;
 
@@ -325,8 +340,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     if constexpr (!Epilogue::kGather) sm90::prefetch_map(&maps.a);
     sm90::prefetch_map(&maps.b);
     for (int i = 0; i < kStages; ++i) {
-      // Gathered rows: each thread of the producer signals its own copies.
-      sm90::barrier_init(&full[i], Epilogue::kGather ? kGatherThreads + 1 : 1);
+      // Gathered rows: each lane of a warp of the producer signals its own copies.
+      sm90::barrier_init(&full[i], Epilogue::kGather ? 32 + 1 : 1);
       // One warpgroup of each block of the cluster releases a stage.
       sm90::barrier_init(&empty[i], kCluster);
     }
@@ -398,7 +413,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       sm90::Sums<sm90::kSecondColumns> none;
       // As in gemm_kernel_pingpong: the first wgmma adds, else the accumulators are kept through the
       // epilogue.
-      epilogue.start(sums, tile, lane);
+      epilogue.start(sums, tile, own_row, lane, staging);
       int previous = -1;
       const auto multiply = [&](auto halves) __attribute__((always_inline)) {
         for (int i = 0; i < k_blocks; ++i, ring.next()) {

@@ -13,9 +13,10 @@ namespace liger::experts {
 constexpr int box_vector_offset(int row, int vector) {
   return row * 128 + ((vector ^ row) & 7) * 16;
 }
-// Producer thread t copies vector t % 8 of the rows t / 8 + 16 i. These rows are equal modulo 8, so the
-// vectors of a thread are kGatherStep bytes apart.
-inline constexpr int kGatherThreads = 128, kGatherRows = kGatherThreads / 8, kGatherStep = kGatherRows * 128;
+// A warp of the producer copies kGatherRows rows of a box at a time: lane l copies vector l % 8 of the rows
+// l / 8 + 4 i. These rows differ by 4 modulo 8, so with i even and with i odd the vectors of a lane are a
+// constant number of bytes apart.
+inline constexpr int kGatherWarps = 4, kGatherRows = 32 / 8, kGatherStep = kGatherRows * 128;
 
 // --- accumulators
 // -------------------------------------------------------------------------------------------
