@@ -151,18 +151,23 @@ __device__ __forceinline__ ExpertTile find_tile(const Groups& groups, const int*
   return tile_of(t - first_units[e], rank, e, begin, end, groups.column_tiles);
 }
 
-// The k-blocks of all tiles of a cluster that a warp of the producer copies: one in kGatherWarps, so that as
-// many stages are filled at a time, and what a k-block costs once is paid by one warp.
-struct OwnBlocks {
+// The share of a warp of the producer: k-blocks of all tiles of a cluster, one in kStep, and in them a part
+// of the rows.
+template <int kSharing>
+struct Share {
+  static constexpr int kStep = kGatherWarps / kSharing;
+  static_assert(kGatherWarps % kSharing == 0 && kStep <= kStages);
   // Exchanged, so that the compiler knows that the lanes agree: uniform registers hold what follows from it.
-  int block = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), stage = block;
+  int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  int part = warp % kSharing, block = warp / kSharing, stage = block;  // block: of the tile
   uint32_t phase = 0;
-  static_assert(kGatherWarps <= kStages);
 
   __device__ __forceinline__ void next() {
-    block += kGatherWarps, stage += kGatherWarps;
+    block += kStep, stage += kStep;
     if (stage >= kStages) stage -= kStages, phase ^= 1;
   }
+  // One warp starts the TMA loads of a stage, in turns: it needs as long for them as for copies.
+  __device__ __forceinline__ bool issues(int lane) const { return lane == 0 && part == stage % kSharing; }
 };
 
 // Where a lane of the producer writes its vectors (layout.h): the first row of even i, and of odd i.
@@ -176,29 +181,43 @@ struct Destination {
   }
 };
 
-// The producer warpgroup of a K-major gathered A. The eight lanes that copy the vectors of a row hold the
-// indices of every eighth row of theirs, and exchange them.
+// Copy i of a lane copies from the row whose index this lane or another one of the eight with its rows holds.
+template <int kCopies>
+struct HeldIndices {
+  static constexpr int kHeld = ceil_div(kCopies, 8);
+  int indices[kHeld];
+  // first: the row of copy 0; rows from `end` on have the index of the row before it.
+  __device__ __forceinline__ void load(const RowIndices& all, int first, int end, int vector) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      indices[j] = all[min(first + (vector % kCopies + 8 * j) * kGatherRows, end - 1)];
+  }
+  __device__ __forceinline__ int of(int i) const {
+    return __shfl_sync(0xffffffffu, indices[i / 8], i % 8, 8);
+  }
+};
+
+// The producer warpgroup of a K-major gathered A.
 template <class Epilogue>
 __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilogue& epilogue,
                                             const int* first_units, int units, int cluster, int clusters,
                                             int rank, unsigned char* ring_memory, uint64_t* full,
                                             uint64_t* empty) {
-  constexpr int kCopies = kRows / kGatherRows;  // of a lane and k-block
+  constexpr int kOwnRows = kRows / kRowSharing, kCopies = kOwnRows / kGatherRows;
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int lane = threadIdx.x % 32, vector = lane % 8, row = lane / 8;
+  const int lane = threadIdx.x % 32, vector = lane % 8;
+  Share<kRowSharing> own;
+  const int first = own.part * kOwnRows, row = first + lane / 8;
   const Destination to(ring_memory, row, vector);
-  OwnBlocks own;
   for (int t = cluster; t < units; t += clusters, own.block -= groups.k_blocks) {
     const ExpertTile tile = find_tile<false>(groups, first_units, t, rank);
-    int rows[kCopies / 8];
-#pragma unroll
-    for (int j = 0; j < kCopies / 8; ++j)
-      rows[j] = a.indices[tile.first_row + min(row + (vector + 8 * j) * kGatherRows, max(tile.rows, 1) - 1)];
+    HeldIndices<kCopies> rows;
+    rows.load(a.indices, tile.first_row + row, tile.first_row + max(tile.rows, 1), vector);
     for (; own.block < groups.k_blocks; own.next()) {
       mbarrier_wait(&empty[own.stage], own.phase ^ 1);
       const int k = own.block * kTileK, column = k + vector * 8;
-      if (lane == 0)
+      if (own.issues(lane))
         load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + own.stage * kStageBytes,
                              &full[own.stage]);
       __syncwarp();
@@ -206,9 +225,9 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
       const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        if (i * kGatherRows == kBox && tile.rows <= kBox) break;
-        copy_or_zero(to.at(own.stage, i), a.at(source, __shfl_sync(0xffffffffu, rows[i / 8], i % 8, 8)),
-                     valid);
+        // No wgmma reads the second half of a tile without rows there.
+        if ((i * kGatherRows) % kBox == 0 && first + i * kGatherRows >= kBox && tile.rows <= kBox) break;
+        copy_or_zero(to.at(own.stage, i), a.at(source, rows.of(i)), valid);
       }
       copies_arrive(&full[own.stage]);
     }
@@ -221,33 +240,27 @@ template <class Epilogue>
 __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epilogue& epilogue, int units,
                                               int cluster, int clusters, int rank, unsigned char* ring_memory,
                                               uint64_t* full, uint64_t* empty) {
-  constexpr int kCopies = kTileK / kGatherRows;  // of a lane, box and k-block
+  constexpr int kOwnRows = kTileK / kSummedSharing, kCopies = kOwnRows / kGatherRows;
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
-  const int lane = threadIdx.x % 32, vector = lane % 8, row = lane / 8;
+  const int lane = threadIdx.x % 32, vector = lane % 8;
+  Share<kSummedSharing> own;
+  const int row = own.part * kOwnRows + lane / 8;
   const Destination to(ring_memory, row, vector);
-  OwnBlocks own;
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<true>(groups, nullptr, t, rank);
     const int end = tile.first_row + tile.rows, column = tile.row_tile * kRows + vector * 8;
     const int k_blocks = ceil_div(tile.rows, kTileK);
     const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
-    int next[kCopies / 8];
-    const auto load_indices = [&](int k) {
-#pragma unroll
-      for (int j = 0; j < kCopies / 8; ++j)
-        next[j] = a.indices[min(k + row + (vector + 8 * j) * kGatherRows, end - 1)];
-    };
-    if (own.block < k_blocks) load_indices(tile.first_row + own.block * kTileK);
+    HeldIndices<kCopies> rows, next;
+    if (own.block < k_blocks) next.load(a.indices, tile.first_row + own.block * kTileK + row, end, vector);
     for (; own.block < k_blocks; own.next()) {
       const int k = tile.first_row + own.block * kTileK;
-      int rows[kCopies / 8];
-#pragma unroll
-      for (int j = 0; j < kCopies / 8; ++j) rows[j] = next[j];
-      load_indices(k + kGatherWarps * kTileK);
+      rows = next;
+      next.load(a.indices, k + own.kStep * kTileK + row, end, vector);
       mbarrier_wait(&empty[own.stage], own.phase ^ 1);
       const bool whole = k + kTileK <= end;
-      if (lane == 0) {
+      if (own.issues(lane)) {
         if (whole) {
           load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + own.stage * kStageBytes,
                                &full[own.stage]);
@@ -259,7 +272,7 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
       const int left = end - k - row;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        const auto* const from = a.at(source, __shfl_sync(0xffffffffu, rows[i / 8], i % 8, 8));
+        const auto* const from = a.at(source, rows.of(i));
 #pragma unroll
         for (int box = 0; box < kHalves; ++box)
           copy_or_zero(to.at(own.stage, i) + box * kBoxBytes, from + box * kBox * kElementBytes,
@@ -328,11 +341,10 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
   constexpr bool kWeights = Epilogue::kWeights;
+  constexpr int kCopying = !Epilogue::kGather ? 0 : 32 * (kWeights ? kSummedSharing : kRowSharing);
   __shared__ int first_units[kWeights ? 1 : kMaxExperts + 1];
   unsigned char* const ring_memory = sm90::aligned_ring(shared_memory);
-  // Exchanged, so that the compiler knows that the lanes agree: uniform registers hold what follows from it.
-  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
-  const int lane = threadIdx.x % 32;
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   const Groups& groups = epilogue.groups;
 
@@ -340,8 +352,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     if constexpr (!Epilogue::kGather) sm90::prefetch_map(&maps.a);
     sm90::prefetch_map(&maps.b);
     for (int i = 0; i < kStages; ++i) {
-      // Gathered rows: each lane of a warp of the producer signals its own copies.
-      sm90::barrier_init(&full[i], Epilogue::kGather ? 32 + 1 : 1);
+      // Gathered rows: each lane of the producer's warps signals its own copies.
+      sm90::barrier_init(&full[i], kCopying + 1);
       // One warpgroup of each block of the cluster releases a stage.
       sm90::barrier_init(&empty[i], kCluster);
     }
@@ -375,7 +387,9 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     }
   } else {
     take_registers();
-    const int group = warpgroup - 1;
+    // Exchanged as in Share; not for the producer above, whose conditional TMA loads nvcc 13.0 would then
+    // miscompile: with a uniform tile it sets their coordinates under a stale predicate.
+    const int own_warp = __shfl_sync(0xffffffffu, warp, 0), group = own_warp / 4 - 1;
     const uint32_t descriptor_a = sm90::descriptor_low(ring_memory),
                    descriptor_b = sm90::descriptor_low(ring_memory + kRows * kTileK * 2);
     const uint32_t full_address = shared_address(full);
@@ -384,9 +398,9 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     const auto release = [&](int stage) {
       if (releases) sm90::cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
     };
-    const int own_row = warp % 4 * 16;
+    const int own_row = own_warp % 4 * 16;
     const uint32_t staging =
-        shared_address(ring_memory) + kStages * kStageBytes + (warp - 4) * Epilogue::kStagingBytes;
+        shared_address(ring_memory) + kStages * kStageBytes + (own_warp - 4) * Epilogue::kStagingBytes;
     Ring<kStages> ring;
     // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop.
     const auto await_turn = [&] { named_barrier_sync(1 + group); };
