@@ -48,6 +48,7 @@ def test_kernels(compile_with):
         ("schedule.h", "(first + within % width) * 2 + rank", "(first + within % width) * 2 + 1 - rank / 2"),
         ("grouped_gemm.cuh", "sm90::wgmma_wait<1>();", ""),
         ("epilogues.cuh", "products[0], products[2], products[1]", "products[0], products[1], products[2]"),
+        ("epilogues.cuh", "if (left < kColumns) {", "if (false) {"),
     ],
 )
 def test_a_mistake_is_found(compile_with, tmp_path, file, before, after):
