@@ -20,6 +20,7 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     may_write_saved,
+    recording_tracer,
     wants_grad,
     without_base,
 )
@@ -187,7 +188,7 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
         grad_down_bias = sum_groups(routing.rows(grad_y), routing.ends, row_weights[:, 0])
     if any(a.needs_grad[:-1]):
         if gate_up.shape[0] == 0:
-            _, gate_up = sm90.gate_up(x, routing, a, True)
+            gate_up = sm90.gate_up(x, routing, a, True)[1]
         product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
         if need_weights:
             grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias, a.top_k_weights)
@@ -251,8 +252,8 @@ def _backward(ctx, grad_y, _grad_kept):
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
     # The formula reads the number of tokens of each expert, which a meta tensor does not have; the fake does
-    # not.
-    if may_write_saved(ctx, *saved) and not grad_y.is_meta:
+    # not. A tracer would record what the formula writes and which kernels it has chosen.
+    if may_write_saved(ctx, *saved) and not grad_y.is_meta and recording_tracer() is None:
         # This node is the last user of gate and up: their gradients overwrite them, and their memory is freed
         # early.
         increment_version(saved[:1])
