@@ -3,8 +3,8 @@
 
 Autograd saves x, indices, weights and the result of the first GEMM (gate and up), and no other activation:
 the backward gathers x again, recomputes the product of gate and up, and does not need the result of the
-second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`liger.swiglu` or
-:func:`liger.geglu`.
+second GEMM. The GEMMs are torch's (grouped_mm.py) or, on compute capability 9.0, our own (sm90.py); the
+activation is :func:`liger.swiglu` or :func:`liger.geglu`.
 docs/guides/experts.md has the memory formula.
 """
 
