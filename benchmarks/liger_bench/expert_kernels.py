@@ -180,8 +180,8 @@ def kernel_works(shape, inputs):
     a = arguments_type(forward)(
         t["x"], t["index"], t["weights"], t["gate_up_proj"], t["down_proj"], *biases, *given, True
     )
-    routing = Routing(t["index"], shape.experts)
-    weights = routing.weights(t["weights"])
+    routing = Routing(t["index"], shape.experts, t["weights"])
+    weights = routing.weights
     product, kept = sm90.gate_up(t["x"], routing, a, True)
     rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
     # The kernel writes the gradient over it, which shrinks call by call; other kernels read the first.
@@ -189,6 +189,7 @@ def kernel_works(shape, inputs):
     gemm = 2 * t["index"].numel() * shape.hidden * shape.intermediate
     transposed = a.is_transposed
     return {
+        "sort": (lambda: Routing(t["index"], shape.experts, t["weights"]), 0),
         "gate_up": (lambda: sm90.gate_up(t["x"], routing, a, True), 2 * gemm),
         "down": (
             lambda: sm90.rows(product, routing, t["down_proj"], transposed, biases[1], weights), gemm
