@@ -25,8 +25,7 @@ T* data_of(const Tensor& tensor) {
 // counts: (chunks, E + 1), memory of the op. weights and row_weights: both or neither.
 void sort(const Tensor& top_k_index, const std::optional<Tensor>& weights, int64_t chunk,
           const Tensor& counts, const Tensor& ends, const Tensor& order, const Tensor& tokens,
-          const Tensor& experts, const Tensor& valid, const Tensor& inverse,
-          const std::optional<Tensor>& row_weights) {
+          const Tensor& experts, const Tensor& inverse, const std::optional<Tensor>& row_weights) {
   const OpGuard guard("experts_sort", top_k_index.get_device_index());
   const int chunks = static_cast<int>(counts.size(0));
   const Slots slots{.indices = top_k_index.const_data_ptr(),
@@ -42,7 +41,6 @@ void sort(const Tensor& top_k_index, const std::optional<Tensor>& weights, int64
                         .order = data_of<long long>(order),
                         .tokens = data_of<long long>(tokens),
                         .experts = data_of<long long>(experts),
-                        .valid = data_of<bool>(valid),
                         .inverse = data_of<long long>(inverse),
                         .weights = row_weights ? data_of<float>(*row_weights) : nullptr};
   const cudaStream_t stream = current_stream(top_k_index);
@@ -61,7 +59,7 @@ void sort(const Tensor& top_k_index, const std::optional<Tensor>& weights, int64
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger_experts, m) {
-  m.def("sort(Tensor top_k_index, Tensor? weights, int chunk, Tensor(a!) counts, Tensor(b!) ends, Tensor(c!) order, Tensor(d!) tokens, Tensor(e!) experts, Tensor(f!) valid, Tensor(g!) inverse, Tensor(h!)? row_weights) -> ()");
+  m.def("sort(Tensor top_k_index, Tensor? weights, int chunk, Tensor(a!) counts, Tensor(b!) ends, Tensor(c!) order, Tensor(d!) tokens, Tensor(e!) experts, Tensor(f!) inverse, Tensor(g!)? row_weights) -> ()");
 }
 // clang-format on
 

@@ -38,9 +38,7 @@ struct Slots {
 // As python/liger/ops/grouped_experts/routing.py describes them.
 struct SortedSlots {
   int* ends;
-  long long *order, *tokens, *experts;
-  bool* valid;
-  long long* inverse;
+  long long *order, *tokens, *experts, *inverse;
   float* weights;  // or null
 };
 
@@ -136,7 +134,6 @@ __global__ void __launch_bounds__(kRouteThreads)
     out.order[row] = slot;
     out.tokens[row] = slot / slots.choices;
     out.experts[row] = valid ? bin : slots.experts - 1;
-    out.valid[row] = valid;
     out.inverse[slot] = valid ? row : slots.count;
     if (out.weights != nullptr)
       out.weights[row] =

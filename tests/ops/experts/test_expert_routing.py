@@ -13,7 +13,7 @@ from liger.ops.grouped_experts import counting_sort
 from liger.ops.grouped_experts.routing import Routing
 
 SOURCE = Path(__file__).parents[3] / "csrc/experts/routing.cu"
-NAMES = "ends", "order", "tokens", "experts", "valid", "inverse", "weights"
+NAMES = "ends", "order", "tokens", "experts", "inverse", "weights"
 DTYPES = None, torch.float32, torch.bfloat16, torch.float16, torch.float64
 # Tokens, choices, experts: one slot; one chunk and several, the last of them not whole; experts that are a
 # power of two, one less, and the most.
@@ -74,11 +74,11 @@ def test_millions_of_slots(experts, device):
         Routing(index, experts)
 
 
-def sort_in_torch(index, weights, chunk, counts, ends, order, tokens, experts, valid, inverse, row_weights):
+def sort_in_torch(index, weights, chunk, counts, ends, order, tokens, experts, inverse, row_weights):
     """The op of csrc/experts/routing.cu."""
     assert chunk % 256 == 0 and counts.shape == (-(-index.numel() // chunk), len(ends) + 1)
     expected = Routing(index, len(ends), weights)
-    found = ends, order, tokens, experts, valid, inverse, row_weights
+    found = ends, order, tokens, experts, inverse, row_weights
     for name, tensor in zip(NAMES, found, strict=True):
         if tensor is not None:
             tensor.copy_(getattr(expected, name))

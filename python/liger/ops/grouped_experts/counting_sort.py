@@ -29,7 +29,7 @@ def _has_op(tensor):
 
 
 def route(top_k_index, num_experts, top_k_weights):
-    """(ends, order, tokens, experts, valid, inverse, weights) of a ``Routing``, which describes them."""
+    """(ends, order, tokens, experts, inverse, weights) of a ``Routing``, which describes them."""
     slots = top_k_index.numel()
     chunk = max(-(-slots // _MAX_CHUNKS), _MIN_CHUNK)
     chunk += -chunk % _THREADS
@@ -41,11 +41,10 @@ def route(top_k_index, num_experts, top_k_weights):
         new(-(-slots // chunk), num_experts + 1, dtype=torch.int32), new(num_experts, dtype=torch.int32)
     )  # fmt: skip
     order, tokens, experts, inverse = new(slots), new(slots + 1), new(slots + 1), new(*top_k_index.shape)
-    valid = new(slots, dtype=torch.bool)
     weights = given = None
     if top_k_weights is not None:
         weights, given = new(slots + 1, 1, dtype=torch.float32), top_k_weights.contiguous()
     torch.ops.liger_experts.sort.default(
-        top_k_index.contiguous(), given, chunk, counts, ends, order, tokens, experts, valid, inverse, weights
+        top_k_index.contiguous(), given, chunk, counts, ends, order, tokens, experts, inverse, weights
     )
-    return ends, order, tokens, experts, valid, inverse, weights
+    return ends, order, tokens, experts, inverse, weights

@@ -38,7 +38,6 @@ class Routing:
         order: (S,) the slot of each row.
         tokens: (S + 1,) the token of each row.
         experts: (S + 1,) an expert for each row: its own, or any for rows without one.
-        valid: (S,) whether the row belongs to an expert.
         inverse: (T, K) the row of each slot.
         weights: (S + 1, 1) the routing weight of each row, in the accumulation dtype: 0 of the pad, NaN where
             the index is negative. None without top_k_weights.
@@ -46,14 +45,13 @@ class Routing:
 
     def __init__(self, top_k_index, num_experts, top_k_weights=None):
         if counting_sort.sorts(top_k_index, num_experts, top_k_weights):
-            found = counting_sort.route(top_k_index, num_experts, top_k_weights)
-            *sorted_slots, self.weights = found
-            self.ends, self.order, self.tokens, self.experts, self.valid, self.inverse = sorted_slots
+            *sorted_slots, self.weights = counting_sort.route(top_k_index, num_experts, top_k_weights)
+            self.ends, self.order, self.tokens, self.experts, self.inverse = sorted_slots
             return
         kernels = triton_module_beside("swiglu", _TRITON_ROWS, top_k_index)
         if kernels is not None and kernels.sorts(top_k_index, num_experts):
             sorted_slots = kernels.route(top_k_index, num_experts)
-            self.ends, self.order, self.tokens, self.experts, self.valid, self.inverse = sorted_slots
+            self.ends, self.order, self.tokens, self.experts, self.inverse = sorted_slots
         else:
             self._sort(top_k_index, num_experts)
         self.weights = None
@@ -73,8 +71,8 @@ class Routing:
         self.experts = self.order.new_zeros(slots + 1)
         self.experts[:-1] = experts.clamp(max=num_experts - 1)
         row = torch.arange(slots, device=experts.device)
-        self.valid = row < self.ends[-1]
-        inverse = torch.empty_like(self.order).scatter_(0, self.order, row.masked_fill_(~self.valid, slots))
+        row.masked_fill_(row >= self.ends[-1], slots)
+        inverse = torch.empty_like(self.order).scatter_(0, self.order, row)
         self.inverse = inverse.view(top_k_index.shape)
 
     def rows(self, x):

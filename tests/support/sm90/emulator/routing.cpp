@@ -32,16 +32,10 @@ void test(int tokens, int choices, int experts, int chunk, const std::function<l
   // A last block without slots, which has no partner, counts too.
   std::vector<int> counts(size_t(clusters) * kBlocks * (experts + 1)), ends(experts);
   std::vector<long long> order(count), row_tokens(count + 1, -1), row_experts(count + 1, -1), inverse(count);
-  const auto valid = std::make_unique<bool[]>(count);
   std::vector<float> row_weights(count + 1, -1);
   const Slots slots{indices.data(), sizeof(Index) == 8, static_cast<int>(count), choices, experts, chunk};
-  const SortedSlots out{ends.data(),
-                        order.data(),
-                        row_tokens.data(),
-                        row_experts.data(),
-                        valid.get(),
-                        inverse.data(),
-                        weighs ? row_weights.data() : nullptr};
+  const SortedSlots out{ends.data(),        order.data(),   row_tokens.data(),
+                        row_experts.data(), inverse.data(), weighs ? row_weights.data() : nullptr};
   run(clusters, [&] { count_slots(slots, counts.data()); });
   run(clusters, [&] { sort_slots<float>(slots, weights.data(), counts.data(), chunks, out); });
 
@@ -58,7 +52,6 @@ void test(int tokens, int choices, int experts, int chunk, const std::function<l
     check<long long>("order", row, order[row], slot);
     check<long long>("tokens", row, row_tokens[row], slot / choices);
     check<long long>("experts", row, row_experts[row], std::min<long long>(expert, experts - 1));
-    check<int>("valid", row, valid[row], expert < experts);
     check<long long>("inverse", slot, inverse[slot], expert < experts ? row : count);
     if (weighs) check("weights", row, row_weights[row], indices[slot] < 0 ? kNan : weights[slot]);
   }
