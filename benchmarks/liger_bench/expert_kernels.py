@@ -223,11 +223,16 @@ def op_works(shape, inputs):
 
 
 def dense_work(shape, slots, inputs):
-    """The six GEMMs of forward and backward with one matrix."""
-    rows, inner = (inputs["x"].new_ones(slots, n) for n in (shape.hidden, shape.intermediate))
-    wide = inputs["x"].new_ones(slots, 2 * shape.intermediate)
-    first = inputs["x"].new_ones(2 * shape.intermediate, shape.hidden)
-    second = inputs["x"].new_ones(shape.hidden, shape.intermediate)
+    """The six GEMMs of forward and backward with one matrix. Random numbers, as the experts have: GEMMs of
+    constants draw less power and are up to 10 % faster."""
+    x = inputs["x"]
+    rows, inner, wide, first, second = (
+        torch.randn(size, device=x.device, dtype=x.dtype)
+        for size in (
+            (slots, shape.hidden), (slots, shape.intermediate), (slots, 2 * shape.intermediate),
+            (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate),
+        )
+    )  # fmt: skip
     pairs = [
         (rows, first.t()), (inner, second.t()), (rows, second), (rows.t(), inner), (wide, first), (wide.t(), rows),
     ]  # fmt: skip

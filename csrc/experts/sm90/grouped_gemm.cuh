@@ -40,13 +40,12 @@ inline constexpr int kGroupedSharedBytes =
     kStages * kStageBytes + 8 * Epilogue::kStagingBytes + sm90::kAlignmentBytes;
 static_assert(kRows == sm90::kTileM && kColumns % kCluster == 0);
 
-// Indices of rows, int32 or int64.
+// Indices of rows, int32 or int64, from 0 to 2^31 - 1: the low word of an int64 is its value.
 struct RowIndices {
   const void* indices;
   bool wide;
   __device__ __forceinline__ int operator[](int i) const {
-    return wide ? static_cast<int>(__ldg(static_cast<const long long*>(indices) + i))
-                : __ldg(static_cast<const int*>(indices) + i);
+    return __ldg(static_cast<const int*>(indices) + (int64_t{i} << wide));
   }
 };
 
@@ -55,7 +54,7 @@ struct RowIndices {
 struct GroupedMaps {
   CUtensorMap a, b;
 };
-inline constexpr int kHalfColumns = kColumns / kCluster, kHalfK = kTileK / kCluster;
+inline constexpr int kElementBytes = 2, kHalfColumns = kColumns / kCluster, kHalfK = kTileK / kCluster;
 
 struct Groups {
   const int* ends;  // (experts,) the end of the rows of each expert
@@ -73,6 +72,11 @@ struct GatheredRows {
   const T* rows;
   int columns;  // a multiple of 8
   RowIndices indices;
+  // Bytes and factors of 32 bits make it one instruction. column: in row 0.
+  __device__ __forceinline__ const unsigned char* at(const unsigned char* column, int row) const {
+    return column + uint64_t{static_cast<uint32_t>(row)} *
+                        uint64_t{static_cast<uint32_t>(columns) * static_cast<uint32_t>(sizeof(T))};
+  }
 };
 
 template <class Epilogue>
@@ -163,6 +167,7 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
   const auto& a = epilogue.a;
   const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
   const uint32_t destination = shared_address(ring_memory) + box_vector_offset(row, vector);
+  const auto* const source = reinterpret_cast<const unsigned char*>(a.rows);
   Ring<kStages> ring;
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<false>(groups, first_units, t, rank);
@@ -177,24 +182,44 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
         load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
                              &full[ring.stage]);
       const bool valid = column < a.columns;
-      const auto* const source = a.rows + (valid ? column : 0);
       const uint32_t to = destination + ring.stage * kStageBytes;
 #pragma unroll
       for (int i = 0; i < kRows / kGatherRows; ++i)
-        copy_or_zero(to + i * kGatherStep, source + int64_t{rows[i]} * a.columns,
+        copy_or_zero(to + i * kGatherStep, a.at(source + column * kElementBytes, rows[i]),
                      valid && (i * kGatherRows < kBox || tile.rows > kBox));
       copies_arrive(&full[ring.stage]);
     }
   }
 }
 
+// Rows from k to `end` of a k-block of B, then zeros.
+template <class Epilogue>
+__device__ __forceinline__ void copy_rows_of_b(const Epilogue& epilogue, const ExpertTile& tile, int k,
+                                               int end, int row, int vector, uint32_t to) {
+#pragma unroll
+  for (int box = 0; box < kColumns / kBox; ++box) {
+    const int column = tile.column_tile * kColumns + box * kBox + vector * 8;
+#pragma unroll
+    for (int i = 0; i < kTileK / kGatherRows; ++i) {
+      const int at = k + row + i * kGatherRows;
+      const bool valid = column < epilogue.columns && at < end;
+      copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
+                   epilogue.b + (valid ? int64_t{at} * epilogue.columns + column : 0), valid);
+    }
+  }
+}
+
 // The same of an MN-major A, gathered along the summed dimension. Rows of other experts in the last k-block
 // of an expert may be infinite or NaN, so there B is copied as well, with zeros.
+//
+// The producer has about 1000 cycles per k-block, and loads of indices take as long. So the eight threads
+// that copy the vectors of a row load one index each for two k-blocks, two k-blocks ahead, and exchange them.
 template <class Epilogue>
 __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epilogue& epilogue, int units,
                                               int cluster, int clusters, int rank, unsigned char* ring_memory,
                                               uint64_t* full, uint64_t* empty) {
   constexpr int kOwn = kTileK / kGatherRows;  // rows of a thread in a box
+  static_assert(2 * kOwn == 8);
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
   const int vector = threadIdx.x % 8, row = threadIdx.x / 8;
@@ -202,53 +227,44 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
   Ring<kStages> ring;
   for (int t = cluster; t < units; t += clusters) {
     const ExpertTile tile = find_tile<true>(groups, nullptr, t, rank);
-    const int end = tile.first_row + tile.rows;
-    int next[kOwn];
-    const auto load_indices = [&](int k) {
+    const int end = tile.first_row + tile.rows, column = tile.row_tile * kRows + vector * 8;
+    const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
+    const auto load_index = [&](int k) { return a.indices[min(k + row + vector * kGatherRows, end - 1)]; };
+    int next = tile.rows > 0 ? load_index(tile.first_row) : 0;
+    for (int pair = tile.first_row; pair < end; pair += 2 * kTileK) {
+      const int index = next;
+      next = load_index(pair + 2 * kTileK);
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) next[i] = a.indices[min(k + row + i * kGatherRows, end - 1)];
-    };
-    if (tile.rows > 0) load_indices(tile.first_row);
-    for (int k = tile.first_row; k < end; k += kTileK, ring.next()) {
-      int rows[kOwn];
+      for (int second = 0; second < 2; ++second) {
+        const int k = pair + second * kTileK;
+        if (k >= end) break;
+        int rows[kOwn];
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) rows[i] = next[i];
-      load_indices(k + kTileK);
-      mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
-      const bool whole = k + kTileK <= end;
-      if (issues(ring.stage)) {
-        if (whole) {
-          load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
-                               &full[ring.stage]);
-        } else {
-          mbarrier_arrive_expect(&full[ring.stage], 0);
-        }
-      }
-      const uint32_t to = destination + ring.stage * kStageBytes;
-#pragma unroll
-      for (int box = 0; box < kHalves; ++box) {
-        const int column = tile.row_tile * kRows + box * kBox + vector * 8;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          const bool valid = column < a.columns && k + row + i * kGatherRows < end;
-          copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
-                       a.rows + int64_t{rows[i]} * a.columns + (valid ? column : 0), valid);
-        }
-      }
-      if (!whole) {
-#pragma unroll
-        for (int box = 0; box < kColumns / kBox; ++box) {
-          const int column = tile.column_tile * kColumns + box * kBox + vector * 8;
-#pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            const int at = k + row + i * kGatherRows;
-            const bool valid = column < epilogue.columns && at < end;
-            copy_or_zero(to + (kHalves + box) * kBoxBytes + i * kGatherStep,
-                         epilogue.b + (valid ? int64_t{at} * epilogue.columns + column : 0), valid);
+        for (int i = 0; i < kOwn; ++i) rows[i] = __shfl_sync(0xffffffffu, index, second * kOwn + i, 8);
+        mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
+        const bool whole = k + kTileK <= end;
+        if (issues(ring.stage)) {
+          if (whole) {
+            load_stage<Epilogue>(maps, groups, tile, k, rank, ring_memory + ring.stage * kStageBytes,
+                                 &full[ring.stage]);
+          } else {
+            mbarrier_arrive_expect(&full[ring.stage], 0);
           }
         }
+        const uint32_t to = destination + ring.stage * kStageBytes;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          const bool valid = k + row + i * kGatherRows < end;
+#pragma unroll
+          for (int box = 0; box < kHalves; ++box)
+            copy_or_zero(to + box * kBoxBytes + i * kGatherStep,
+                         a.at(source, rows[i]) + box * kBox * kElementBytes,
+                         valid && column + box * kBox < a.columns);
+        }
+        if (!whole) copy_rows_of_b(epilogue, tile, k, end, row, vector, to + kHalves * kBoxBytes);
+        copies_arrive(&full[ring.stage]);
+        ring.next();
       }
-      copies_arrive(&full[ring.stage]);
     }
   }
 }

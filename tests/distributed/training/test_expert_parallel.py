@@ -84,7 +84,7 @@ def test_a_model_trains_as_with_all_experts_on_each_rank(name):
         wrapped = DistributedDataParallel(model)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(2):
-            loss = wrapped(**families.batch(name, step, ranks.RANK)).loss
+            loss = wrapped(**families.to(families.batch(name, step, ranks.RANK), ranks.DEVICE)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -92,7 +92,8 @@ def test_same_bits(bound, monkeypatch, deterministic):
     assert planner.store.moved > 0 and (planner.store.refused > 0) == (bound == 3 * 2**23)
     assert planner.step.kept == level
     if bound == "attention":
-        assert planner.plan.counts(level) == (0, LAYERS, 0) and planner.store.moved > planner.store.inputs
+        # Which layers keep attention at this level depends on measured times.
+        assert planner.plan.counts(level)[1] > LAYERS // 2 and planner.store.moved > planner.store.inputs
 
 
 def test_peak():

@@ -184,8 +184,8 @@ T __shfl_up_sync(uint32_t, T value, int delta) {
   return shuffle(value, lane < delta ? lane : lane - delta);
 }
 template <typename T>
-T __shfl_sync(uint32_t, T value, int from) {
-  return shuffle(value, from);
+T __shfl_sync(uint32_t, T value, int from, int width = 32) {
+  return shuffle(value, threadIdx.x % 32 / width * width + from % width);
 }
 inline uint32_t __match_any_sync(uint32_t, int value) {
   Warp& warp = block->warps[threadIdx.x / 32];
