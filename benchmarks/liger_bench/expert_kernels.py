@@ -266,6 +266,7 @@ def main(arguments=None):
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--small", action="store_true", help="the small cases, as for compute-sanitizer")
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[8192])
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -283,8 +284,8 @@ def main(arguments=None):
     records = []
     if not given.only_check:
         for shape in SHAPES:
-            if shape.name in given.shapes:
-                records.append(measure(shape, 8192, options))
+            for tokens in given.tokens if shape.name in given.shapes else ():
+                records.append(measure(shape, tokens, options))
                 print(text_of(records[-1]), flush=True)
                 torch.cuda.empty_cache()
     if given.json is not None:
