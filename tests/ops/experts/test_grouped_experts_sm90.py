@@ -215,6 +215,34 @@ def test_calls(in_torch, used, routing, form, dtype, recompute):
     check_form(torch.device("cpu"), form, (13, 3, 5, 16, 24), dtype, routing, recompute=recompute)
 
 
+def misaligned(tensor):
+    if not tensor.is_floating_point():
+        return tensor
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def test_hooks_on_saved_tensors(in_torch, used, monkeypatch):
+    """What they return is copied if it is not aligned. (Weights that are not take the default path.)"""
+    inputs, index = make("cpu", torch.bfloat16), distinct(13, 3, 5)
+    upstream, weights = torch.randn_like(inputs[0]), inputs[2:]
+    expected = gradients(inputs, index, upstream)
+    op, seen = torch.ops.liger_sm90.experts_grad_product.default, []
+
+    def checked(*args):
+        seen.extend(args[i] for i in (0, 3, 9))
+        return op(*args)
+
+    monkeypatch.setattr(torch.ops.liger_sm90.experts_grad_product, "default", checked)
+    shapes = [t.shape for t in weights]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t if t.shape in shapes else misaligned(t)
+    ):
+        found = gradients(inputs, index, misaligned(upstream))
+    assert len(seen) == 3 and not any(t.data_ptr() % 16 for t in seen)
+    assert all(map(torch.equal, found, expected))
+
+
 class Experts(torch.nn.Module):
     def forward(self, x, index, *rest):
         return liger.grouped_experts(x, index, *rest)

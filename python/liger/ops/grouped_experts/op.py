@@ -177,7 +177,8 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = a.needs_grad
     grad_x, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (x.new_empty(0) for _ in range(5))
     grad_weights = a.top_k_weights.new_empty(0)
-    x, grad_y = sm90.aligned(x), sm90.aligned(grad_y)
+    # Hooks on saved tensors return any strides.
+    x, grad_y, gate_up = map(sm90.aligned, (x, grad_y, gate_up))
     if need_down_bias:
         grad_down_bias = sum_groups(routing.rows(grad_y), routing.ends, row_weights[:, 0])
     if any(a.needs_grad[:-1]):
