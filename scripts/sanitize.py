@@ -241,7 +241,7 @@ def sm90_experts():
     sys.path.append(str(ROOT / "benchmarks"))
     from liger_bench import expert_kernels
 
-    expert_kernels.forced_small()
+    expert_kernels.run_small()
 
 
 def public(name, weights=0):

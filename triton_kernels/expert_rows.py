@@ -51,7 +51,7 @@ def count_kernel(index_ptr, counts_ptr, n_slots, chunk, n_experts, BINS: tl.cons
 
 @triton.jit(do_not_specialize=["n_slots", "chunk", "n_chunks"])
 def sort_kernel(
-    index_ptr, counts_ptr, ends_ptr, order_ptr, tokens_ptr, experts_ptr, valid_ptr, inverse_ptr,
+    index_ptr, counts_ptr, ends_ptr, order_ptr, tokens_ptr, experts_ptr, inverse_ptr,
     n_slots, chunk, n_chunks, n_experts, choices,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,6 @@ def sort_kernel(
         tl.store(order_ptr + row, slots.to(tl.int64), mask=inside)
         tl.store(tokens_ptr + row, (slots // choices).to(tl.int64), mask=inside)
         tl.store(experts_ptr + row, tl.minimum(expert, n_experts - 1).to(tl.int64), mask=inside)
-        tl.store(valid_ptr + row, is_valid, mask=inside)
         tl.store(inverse_ptr + slots, tl.where(is_valid, row, n_slots).to(tl.int64), mask=inside)
 
 
@@ -98,7 +97,7 @@ def sorts(top_k_index, num_experts):
 
 
 def route(top_k_index, num_experts):
-    """(ends, order, tokens, experts, valid, inverse) of a ``Routing``, which describes them.
+    """(ends, order, tokens, experts, inverse) of a ``Routing``, which describes them.
 
     Args:
         top_k_index: (T, K), int64 or int32, which :func:`sorts` has accepted.
@@ -114,15 +113,14 @@ def route(top_k_index, num_experts):
 
     counts, ends = new(chunks, bins, dtype=torch.int32), new(num_experts, dtype=torch.int32)
     order, tokens, experts, inverse = new(slots), new(slots + 1), new(slots + 1), new(*top_k_index.shape)
-    valid = new(slots, dtype=torch.bool)
     index = top_k_index.contiguous()
     with on_device_of(index):
         count_kernel[(chunks,)](index, counts, slots, chunk, num_experts, bins, _COUNTED)
         sort_kernel[(chunks,)](
-            index, counts, ends, order, tokens, experts, valid, inverse, slots, chunk, chunks, num_experts,
+            index, counts, ends, order, tokens, experts, inverse, slots, chunk, chunks, num_experts,
             choices, bins, _COMPARED, max(_READ // bins, 1),
         )  # fmt: skip
-    return ends, order, tokens, experts, valid, inverse
+    return ends, order, tokens, experts, inverse
 
 
 # pad depends on the number of tokens.

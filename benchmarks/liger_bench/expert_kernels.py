@@ -6,18 +6,18 @@
 
 Errors: norms relative to float64, for skewed routings, vs. the errors of the default path.
 Times: each kernel alone, in TFLOP/s, and forward and backward of the op, in turns with the default path, for
-the shapes of ops/experts.py. The kernels are forced (liger.ops.grouped_experts.sm90); the run takes a few
-minutes. A call of the op whose error is too large ends the run with status 1.
+the shapes of ops/experts.py. The kernels serve all calls, however many rows the experts have. The run takes a
+few minutes. A call of the op whose error is too large ends the run with status 1.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
 import statistics
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -71,16 +71,20 @@ def reference(inputs, options, dtype):
     return y.detach(), *torch.autograd.grad(y, leaves, grad_y.to(dtype))
 
 
-def results(inputs, options, context=contextlib.nullcontext):
+def serving(rows):
+    """Within it the kernels serve calls with up to this many rows per expert on average: all, or none."""
+    return mock.patch.object(sm90, "MAX_MEAN_ROWS", rows)
+
+
+ROWS = {"kernels": math.inf, "default": -1}
+
+
+def results(inputs, options, path):
     x, index, weights, gate_up, down, grad_y = inputs
     leaves = [t.detach().requires_grad_() for t in (x, weights, gate_up, down)]
-    with context():
+    with serving(ROWS[path]):
         y = liger.grouped_experts(leaves[0], index, *leaves[1:], **options)
         return y.detach(), *torch.autograd.grad(y, leaves, grad_y)
-
-
-def forced_results(inputs, options):
-    return results(inputs, options, sm90.forced)
 
 
 def random_case(sizes, routing, form, dtype, device):
@@ -105,13 +109,13 @@ def require_kernels():
         raise RuntimeError("no kernels of the experts: LIGER_WGMMA is 0, or the build has none for 9.0a")
 
 
-def forced_small():
+def run_small():
     """Each small case once, without a check of its values: for compute-sanitizer."""
     require_kernels()
     for sizes, routing, form, dtype in itertools.product(
         SMALL, ROUTINGS, FORMS, (torch.bfloat16, torch.float16)
     ):
-        forced_results(random_case(sizes, routing, form, dtype, "cuda"), FORMS[form])
+        results(random_case(sizes, routing, form, dtype, "cuda"), FORMS[form], "kernels")
 
 
 def errors_of(found, default, wide, exact):
@@ -131,9 +135,11 @@ def check(cases, device="cuda"):
             for form, options in FORMS.items():
                 for dtype in (torch.bfloat16, torch.float16):
                     inputs = random_case(sizes, routing, form, dtype, device)
-                    found, again = forced_results(inputs, options), forced_results(inputs, options)
+                    found, again, default = (
+                        results(inputs, options, path) for path in ("kernels", "kernels", "default")
+                    )
                     exact, wide = (reference(inputs, options, t) for t in (torch.float64, torch.float32))
-                    errors = errors_of(found, results(inputs, options), wide, exact)
+                    errors = errors_of(found, default, wide, exact)
                     wrong = [name for name, (e, bound) in errors.items() if not e <= ALLOWED * bound]
                     same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
                     records.append(
@@ -174,8 +180,8 @@ def kernel_works(shape, inputs):
     a = arguments_type(forward)(
         t["x"], t["index"], t["weights"], t["gate_up_proj"], t["down_proj"], *biases, *given, True
     )
-    routing = Routing(t["index"], shape.experts)
-    weights = routing.weights(t["weights"])
+    routing = Routing(t["index"], shape.experts, t["weights"])
+    weights = routing.weights
     product, kept = sm90.gate_up(t["x"], routing, a, True)
     rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
     # The kernel writes the gradient over it, which shrinks call by call; other kernels read the first.
@@ -183,6 +189,7 @@ def kernel_works(shape, inputs):
     gemm = 2 * t["index"].numel() * shape.hidden * shape.intermediate
     transposed = a.is_transposed
     return {
+        "sort": (lambda: Routing(t["index"], shape.experts, t["weights"]), 0),
         "gate_up": (lambda: sm90.gate_up(t["x"], routing, a, True), 2 * gemm),
         "down": (
             lambda: sm90.rows(product, routing, t["down_proj"], transposed, biases[1], weights), gemm
@@ -199,20 +206,19 @@ def op_works(shape, inputs):
     names = ("x", "weights", *shape.parameters)
     leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in names}
 
-    def step(context):
-        with context():
+    def step(path):
+        with serving(ROWS[path]):
             y = _ours(shape, False, leaves)
             torch.autograd.grad(y, [leaves[name] for name in names], inputs["grad_y"])
 
-    def forward(context):
-        with context(), torch.no_grad():
+    def forward(path):
+        with serving(ROWS[path]), torch.no_grad():
             _ours(shape, False, inputs)
 
-    contexts = {"kernels": sm90.forced, "default": contextlib.nullcontext}
     return {
-        f"{work.__name__}, {name}": lambda work=work, context=context: work(context)
+        f"{work.__name__}, {path}": lambda work=work, path=path: work(path)
         for work in (forward, step)
-        for name, context in contexts.items()
+        for path in ROWS
     }
 
 
@@ -260,6 +266,7 @@ def main(arguments=None):
     parser.add_argument("--only-check", action="store_true")
     parser.add_argument("--small", action="store_true", help="the small cases, as for compute-sanitizer")
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[8192])
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -277,8 +284,8 @@ def main(arguments=None):
     records = []
     if not given.only_check:
         for shape in SHAPES:
-            if shape.name in given.shapes:
-                records.append(measure(shape, 8192, options))
+            for tokens in given.tokens if shape.name in given.shapes else ():
+                records.append(measure(shape, tokens, options))
                 print(text_of(records[-1]), flush=True)
                 torch.cuda.empty_cache()
     if given.json is not None:

@@ -202,6 +202,12 @@ struct GradProductEpilogue {
     const int rows_left = tile.rows - row - own, left = intermediate - n0;
     // This lane reads its words of the row.
     const uint32_t from = staging + own * kPitch + quad * (kInterleaved ? 8 : 4);
+    if (left < kColumns) {
+      // Beyond the last column the gradient is grad_y times 0: NaN where grad_y is infinite.
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i)
+        if (i / 4 * 8 >= left) sums[i] = 0.0f;
+    }
     float row_weights[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -243,7 +249,6 @@ struct GradProductEpilogue {
           const float2 grad = {sums[at], sums[at + 1]};
           const Gate::Result x = gate.template backward<T, kIsSilu>(g.x, u.x),
                              y = gate.template backward<T, kIsSilu>(g.y, u.y);
-          // Columns beyond the last one have gradients of 0.
           total = fmaf(x.product, grad.x, fmaf(y.product, grad.y, total));
           const float2 weighted = {weight * grad.x, weight * grad.y};
           products[j] = pack_pair<T>(weight * x.product, weight * y.product);

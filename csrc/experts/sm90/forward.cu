@@ -7,12 +7,13 @@
 
 #include "experts/sm90/host.cuh"
 #include "experts/sm90/sum.cuh"
+#include "lm_head/planner.h"
 
 namespace liger::experts {
 namespace {
 
 bool takes(const Tensor& x) {
-  return device_attributes(x.get_device_index()).code.sm90a && has_tensor_maps();
+  return device_attributes(x.get_device_index()).code.sm90a && has_tensor_maps() && wgmma_engine_allowed();
 }
 
 template <typename T, bool kInterleaved, bool kIsSilu>
@@ -103,7 +104,7 @@ void sum(const Tensor& rows, const Tensor& inverse, const Tensor& out) {
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
-  // True if the kernels run on the device of x.
+  // True if the kernels run on the device of x and LIGER_WGMMA does not forbid it.
   m.def("takes_experts(Tensor x) -> bool");
   m.def("experts_gate_up(Tensor x, Tensor tokens, Tensor ends, Tensor gate_up_proj, Tensor? bias, str activation, bool is_interleaved, float alpha, float? limit, Tensor(a!) gate_up, Tensor(b!) product) -> ()");
   m.def("experts_rows(Tensor rows, Tensor ends, Tensor matrices, bool k_first, Tensor? bias, Tensor? weights, Tensor(a!) out) -> ()");

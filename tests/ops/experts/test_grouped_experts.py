@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cases import DTYPES, check_draws
 from cuda_graphs import no_synchronisation
 from errors import error_about
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import liger
 from liger._core.runtime.environment import triton_interpreted
@@ -299,6 +300,22 @@ def test_the_backward_writes_over_what_was_kept(device):
         (saved,), before = kept, kept[0].clone()
         total.backward(retain_graph=retain)
         assert torch.equal(saved, before) == retain
+
+
+def test_a_tracer_records_two_ops():
+    """Else a program would have the kernels that served the tracer's call."""
+    inputs = [t.requires_grad_() for t in make("cpu")]
+
+    def step(index, x, *rest):
+        return torch.autograd.grad(liger.grouped_experts(x, index, *rest).sum(), (x, *rest))
+
+    program = make_fx(step)(distinct(TOKENS, CHOICES, EXPERTS), *inputs)
+    called = [str(node.target) for node in program.graph.nodes if "experts" in str(node.target)]
+    assert called == [f"liger.grouped_experts_{direction}.default" for direction in ("forward", "backward")]
+    index = distinct(TOKENS, CHOICES, EXPERTS)
+    with torch.no_grad():
+        found = program(index, *inputs)
+    assert all(map(torch.equal, found, step(index, *inputs)))
 
 
 # --- grouped GEMMs ------------------------------------------------------------------------------------------

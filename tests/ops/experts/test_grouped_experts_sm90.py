@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """grouped_experts on the grouped GEMMs of compute capability 9.0: on a GPU, and on the CPU with their ops in
-plain torch, which have the schemas of csrc/experts/sm90."""
+plain torch, which have the schemas of csrc/experts/sm90. Which calls they serve, and what these save."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_grouped_experts import ROUTINGS, check, distinct, gated, make
+from live_bytes import LiveBytes
+from test_grouped_experts import ROUTINGS, check, distinct, gated, gradients, make, plain, saved_bytes
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import liger
 from liger.ops.grouped_experts import sm90 as kernels
+from liger.ops.grouped_experts.routing import Gate
 
 CSRC = Path(__file__).parents[3] / "csrc/experts/sm90"
 GPT_OSS = {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.71}
@@ -23,12 +26,17 @@ HALVES = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
-def used(monkeypatch):
-    """Forces the kernels; at the end they must have served every call."""
-    served, serves = [], kernels.serves
-    monkeypatch.setattr(kernels, "serves", lambda a: served.append(serves(a)) or served[-1])
-    with kernels.forced():
-        yield
+def served(monkeypatch):
+    """Whether the kernels have served the calls so far, forwards and backwards."""
+    found, serves = [], kernels.serves
+    monkeypatch.setattr(kernels, "serves", lambda a: found.append(serves(a)) or found[-1])
+    return found
+
+
+@pytest.fixture
+def used(served):
+    """At the end the kernels must have served every call."""
+    yield
     assert served and all(served)
 
 
@@ -79,6 +87,49 @@ def test_the_same_bits(sm90, used):
         assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["many rows", "float32", "LIGER_WGMMA", "backend"])
+def test_the_default_path(sm90, served, monkeypatch, change):
+    """The same calls where the kernels do not serve them."""
+    sizes, dtype = SIZES[0], torch.bfloat16
+    if change == "many rows":
+        sizes = (kernels.MAX_MEAN_ROWS + 1, 2, 2, 136, 104)
+    elif change == "float32":
+        dtype = torch.float32
+    elif change == "LIGER_WGMMA":
+        monkeypatch.setenv("LIGER_WGMMA", "0")
+    with liger.use_backend("triton" if change == "backend" else "cuda"):
+        for form in FORMS:
+            check_form(sm90, form, sizes, dtype, "sentinels")
+    assert served and not any(served)
+
+
+@pytest.mark.gpu
+def test_an_invalid_variable(sm90, monkeypatch):
+    monkeypatch.setenv("LIGER_WGMMA", "yes")
+    with pytest.raises(RuntimeError, match="LIGER_WGMMA: expected 0 or 1, got 'yes'"):
+        check_form(sm90, "silu", SIZES[0], torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_infinite_gradients(sm90, used, form):
+    """No element is negative, so the sums are infinite, not NaN."""
+    options = FORMS[form]
+    transposed = options.get("is_transposed", False)
+    inputs = [t.abs() for t in make(sm90, torch.bfloat16, *SIZES[0], transposed=transposed)]
+    index, upstream = distinct(*SIZES[0][:3]).to(sm90), torch.rand_like(inputs[0])
+    upstream[::3, 5] = torch.inf
+    found = gradients(inputs, index, upstream, **options)
+    leaves = [t.float().requires_grad_() for t in inputs]
+    y = plain(leaves[0], index, *leaves[1:], **options)
+    expected = [y, *torch.autograd.grad(y, leaves, upstream.float())]
+    assert expected[2].isinf().any()
+    # Where gate and up are clamped, their gradients are 0 times infinity.
+    for i in range(5) if form == "silu" else (0, 2):
+        assert not found[i].isnan().any() and torch.equal(found[i].isinf(), expected[i].isinf())
+
+
 # --- on the CPU ---------------------------------------------------------------------------------------------
 
 
@@ -116,13 +167,12 @@ def grad_product(
     for e, (begin, end) in groups(ends):
         matrix = down[e].t() if is_interleaved else down[e]
         grad = grad_y[tokens[begin:end]].float() @ matrix.float()
-        with torch.enable_grad():
-            leaf = both[begin:end].float().requires_grad_()
-            value = gated(leaf, activation, is_interleaved, alpha, limit)
-        weight = weights.view(-1, 1)[begin:end]
-        both[begin:end] = torch.autograd.grad(value, leaf, weight * grad)[0]
-        product[begin:end] = weight * value.detach()
-        sums[0, begin:end] = (value.detach() * grad).sum(-1)
+        wide, weight = both[begin:end].float(), weights.view(-1, 1)[begin:end]
+        value = gated(wide, activation, is_interleaved, alpha, limit)
+        product[begin:end] = weight * value
+        sums[0, begin:end] = (value * grad).sum(-1)
+        Gate(activation, is_interleaved, alpha, limit).backward_(weight * grad, wide)
+        both[begin:end] = wide
 
 
 def grad_matrix(a, tokens, b, ends, is_transposed, out):
@@ -165,6 +215,88 @@ def test_calls(in_torch, used, routing, form, dtype, recompute):
     check_form(torch.device("cpu"), form, (13, 3, 5, 16, 24), dtype, routing, recompute=recompute)
 
 
+def misaligned(tensor):
+    if not tensor.is_floating_point():
+        return tensor
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def test_hooks_on_saved_tensors(in_torch, used, monkeypatch):
+    """What they return is copied if it is not aligned. (Weights that are not take the default path.)"""
+    inputs, index = make("cpu", torch.bfloat16), distinct(13, 3, 5)
+    upstream, weights = torch.randn_like(inputs[0]), inputs[2:]
+    expected = gradients(inputs, index, upstream)
+    op, seen = torch.ops.liger_sm90.experts_grad_product.default, []
+
+    def checked(*args):
+        seen.extend(args[i] for i in (0, 3, 9))
+        return op(*args)
+
+    monkeypatch.setattr(torch.ops.liger_sm90.experts_grad_product, "default", checked)
+    shapes = [t.shape for t in weights]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t if t.shape in shapes else misaligned(t)
+    ):
+        found = gradients(inputs, index, misaligned(upstream))
+    assert len(seen) == 3 and not any(t.data_ptr() % 16 for t in seen)
+    assert all(map(torch.equal, found, expected))
+
+
+class Experts(torch.nn.Module):
+    def forward(self, x, index, *rest):
+        return liger.grouped_experts(x, index, *rest)
+
+
+PROGRAMS = {
+    "compile": lambda experts, given: torch.compile(experts, backend="aot_eager", fullgraph=True),
+    "export": lambda experts, given: torch.export.export(experts, given).module(),
+    "make_fx": lambda experts, given: make_fx(experts)(*given),
+}
+
+
+@pytest.mark.parametrize("made_with", ["kernels", "default"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_decide_in_each_call(in_torch, served, monkeypatch, program, made_with):
+    """Also in the backward; a program has the op, whichever path the call took that it was made with."""
+    limits = {"kernels": 1024, "default": 0}
+    x, *rest = [t.requires_grad_() for t in make("cpu", torch.bfloat16)]
+    given = (x, distinct(13, 3, 5), *rest)
+    monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", limits[made_with])
+    called = PROGRAMS[program](Experts(), given)
+    torch.autograd.grad(called(*given).sum(), [x, *rest])
+    for path in ("kernels", "default"):
+        monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", limits[path])
+        served.clear()
+        torch.autograd.grad(called(*given).sum(), [x, *rest])
+        assert served == [path == "kernels"] * 2
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_memory(in_torch, used, monkeypatch, recompute):
+    """Saved: what the default path saves. The backward adds as many bytes as results, the larger ones of
+    product and rows of the gradient of x, and small ones per slot."""
+    sizes = tokens, choices, experts, hidden, intermediate = 1500, 2, 3, 64, 256
+    inputs = [t.requires_grad_() for t in make("cpu", torch.bfloat16, *sizes)]
+    index, upstream = distinct(*sizes[:3]), torch.randn(tokens, hidden, dtype=torch.bfloat16)
+
+    def call():
+        return liger.grouped_experts(inputs[0], index, *inputs[1:], recompute=recompute)
+
+    rows, size = index.numel() + 1, inputs[0].element_size()
+    gate_up = rows * 2 * intermediate * size
+    kept = 0 if recompute else gate_up
+    assert saved_bytes(call, *inputs, index) == kept
+    y = call()
+    # Kept gate and up appear in the backward as a tensor of it, too.
+    with LiveBytes(*inputs, index, upstream) as live:
+        grads = torch.autograd.grad(y, inputs, upstream)
+    of_results = sum(t.nbytes for t in grads)
+    assert live.peak <= of_results + gate_up + rows * max(intermediate, hidden) * size + 100 * rows
+    monkeypatch.setattr(kernels, "serves", lambda a: False)
+    assert saved_bytes(call, *inputs, index) == kept
+
+
 def arguments(**changed):
     x, weights, gate_up_proj, down_proj = make("cpu", torch.bfloat16)
     given = dict(
@@ -193,6 +325,16 @@ def test_what_the_kernels_do_not_take(monkeypatch, changed, words):
     assert words in kernels.unsupported(arguments(**changed))
 
 
-def test_a_cpu_has_no_kernels_and_nothing_is_forced():
+@pytest.mark.parametrize(
+    "slots, serves", [(5 * kernels.MAX_MEAN_ROWS, True), (5 * kernels.MAX_MEAN_ROWS + 1, False)]
+)
+def test_the_average_number_of_rows_decides(monkeypatch, slots, serves):
+    """Of all slots, sentinels too."""
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: True)
+    given = arguments(top_k_index=torch.full((slots, 1), 7))
+    assert kernels.serves(given) == serves and kernels.unsupported(given) is None
+
+
+def test_a_cpu_has_no_kernels():
     assert "no such kernels" in kernels.unsupported(arguments())
     assert not kernels.serves(arguments())

@@ -11,8 +11,8 @@ import torch
 from ..._core.op.autograd import differentiable_once
 from .arguments import sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups
-from .op import grad_of_routing, matrices_of, weights_of
-from .routing import Routing, row_products
+from .op import grad_of_routing, matrices_of
+from .routing import Routing, row_products, weights_of
 
 OP = "grouped experts with LoRA"
 # Bytes: a multiple of them is what the grouped GEMMs demand of a row.
@@ -84,8 +84,8 @@ class _AdaptedExperts(torch.autograd.Function):
         gate, is_transposed = ctx.options
         need_x, _, need_weights = ctx.needs_input_grad[1:4]
         experts, hidden, _ = sizes_of(down, is_transposed)
-        routing = Routing(index.reshape(-1, index.shape[-1]), experts)
-        row_weights, ends = routing.weights(weights_of(weights, index)), routing.ends
+        routing = Routing(index.reshape(-1, index.shape[-1]), experts, weights.reshape(-1, weights.shape[-1]))
+        row_weights, ends = routing.weights, routing.ends
         grad_flat = grad_y.reshape(-1, hidden)
         grad_rows, gate_up = routing.rows(grad_flat), gate_up.clone()
         # Without the routing weight, whose gradient needs it so.

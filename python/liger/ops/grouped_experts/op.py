@@ -3,8 +3,8 @@
 
 Autograd saves x, indices, weights and the result of the first GEMM (gate and up), and no other activation:
 the backward gathers x again, recomputes the product of gate and up, and does not need the result of the
-second GEMM. The GEMMs are torch's (grouped_mm.py); the activation is :func:`liger.swiglu` or
-:func:`liger.geglu`.
+second GEMM. The GEMMs are torch's (grouped_mm.py) or, on compute capability 9.0, our own (sm90.py); the
+activation is :func:`liger.swiglu` or :func:`liger.geglu`.
 docs/guides/experts.md has the memory formula.
 """
 
@@ -20,6 +20,7 @@ from ..._core.op.autograd import (
     differentiable,
     differentiable_once,
     may_write_saved,
+    recording_tracer,
     wants_grad,
     without_base,
 )
@@ -30,7 +31,7 @@ from ..._core.op.types import ExpertActivation
 from . import sm90
 from .arguments import OP, OPTIONS, check_experts, sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups, sum_groups
-from .routing import Gate, Routing, row_products
+from .routing import Gate, Routing, row_products, weights_of
 
 # The first inputs of grouped_experts_forward are tensors; top_k_index, the second, has no gradient.
 _TENSORS = 7
@@ -42,12 +43,6 @@ _INDEX = 1
 def matrices_of(weight, is_transposed):
     """(E, inputs, outputs), a view."""
     return weight if is_transposed else weight.transpose(1, 2)
-
-
-def weights_of(top_k_weights, top_k_index):
-    """The routing weights, (T, K), with NaN for a negative index."""
-    weights = top_k_weights.masked_fill(top_k_index < 0, float("nan"))
-    return weights.reshape(-1, weights.shape[-1])
 
 
 def _first_gemm(rows, routing, gate_up_proj, bias, is_transposed):
@@ -64,13 +59,14 @@ def grouped_experts_forward_kernel(a):
     experts, hidden, intermediate = sizes_of(down_proj, is_transposed)
     if top_k_index.numel() == 0:
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
-    flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
-    routing = Routing(index, experts)
+    flat = x.reshape(-1, hidden)
+    index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
     if sm90.serves(a):
+        routing = Routing(index, experts, weights)
         product, kept = sm90.gate_up(sm90.aligned(flat), routing, a, keep)
-        row_weights = routing.weights(weights_of(top_k_weights, top_k_index))
-        out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, row_weights)
+        out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, routing.weights)
         return without_base(sm90.sum_choices(out, routing).view(x.shape)), kept
+    routing = Routing(index, experts)
     gate_up = _first_gemm(routing.rows(flat), routing, gate_up_proj, gate_up_proj_bias, is_transposed)
     product = gate.product(gate_up)
     gate_up[-1:].zero_()  # the pad; rows of sentinels keep unspecified values, which have no effect
@@ -79,7 +75,7 @@ def grouped_experts_forward_kernel(a):
     out = multiply_groups(product, matrices_of(down_proj, is_transposed), routing.ends)
     del product
     routing.add_bias_(out, down_proj_bias)
-    y = routing.combine(out, weights_of(top_k_weights, top_k_index))
+    y = routing.combine(out, weights_of(weights, index))
     return without_base(y.view(x.shape)), kept
 
 
@@ -100,10 +96,8 @@ def grad_of_routing(routing, grad_y, sums, down_proj_bias, top_k_weights):
         return grad.to(top_k_weights.dtype).view(top_k_weights.shape)
     of_biases = grad_y.new_empty(grad_y.shape[0], down_proj_bias.shape[0], dtype=wide)
     wide_product(grad_y, down_proj_bias.t(), of_biases)
-    chosen = routing.experts.new_zeros(routing.inverse.numel()).scatter_(
-        0, routing.order, routing.experts[:-1]
-    )
-    biases = of_biases.gather(1, chosen.view(routing.inverse.shape))
+    chosen = routing.experts.index_select(0, routing.inverse.view(-1)).view(routing.inverse.shape)
+    biases = of_biases.gather(1, chosen)
     grad = grad + biases.masked_fill_(routing.inverse == len(routing.order), 0)
     return grad.to(top_k_weights.dtype).view(top_k_weights.shape)
 
@@ -126,9 +120,10 @@ def _gradients(kept, a):
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = a.needs_grad
     gate, grad_y, is_transposed = Gate.of_op(a), a.grad_y, a.is_transposed
     experts, hidden, _ = sizes_of(down_proj, is_transposed)
-    flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
-    routing, grad_flat = Routing(index, experts), grad_y.reshape(-1, hidden)
-    row_weights = routing.weights(weights_of(top_k_weights, top_k_index))
+    flat, grad_flat = x.reshape(-1, hidden), grad_y.reshape(-1, hidden)
+    index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+    routing = Routing(index, experts, weights)
+    row_weights = routing.weights
     grad_x, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (x.new_empty(0) for _ in range(5))
     grad_weights = top_k_weights.new_empty(0)
 
@@ -182,12 +177,13 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = a.needs_grad
     grad_x, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias = (x.new_empty(0) for _ in range(5))
     grad_weights = a.top_k_weights.new_empty(0)
-    x, grad_y = sm90.aligned(x), sm90.aligned(grad_y)
+    # Hooks on saved tensors return any strides.
+    x, grad_y, gate_up = map(sm90.aligned, (x, grad_y, gate_up))
     if need_down_bias:
         grad_down_bias = sum_groups(routing.rows(grad_y), routing.ends, row_weights[:, 0])
     if any(a.needs_grad[:-1]):
         if gate_up.shape[0] == 0:
-            _, gate_up = sm90.gate_up(x, routing, a, True)
+            gate_up = sm90.gate_up(x, routing, a, True)[1]
         product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
         if need_weights:
             grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias, a.top_k_weights)
@@ -251,8 +247,8 @@ def _backward(ctx, grad_y, _grad_kept):
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
     # The formula reads the number of tokens of each expert, which a meta tensor does not have; the fake does
-    # not.
-    if may_write_saved(ctx, *saved) and not grad_y.is_meta:
+    # not. A tracer would record what the formula writes and which kernels it has chosen.
+    if may_write_saved(ctx, *saved) and not grad_y.is_meta and recording_tracer() is None:
         # This node is the last user of gate and up: their gradients overwrite them, and their memory is freed
         # early.
         increment_version(saved[:1])

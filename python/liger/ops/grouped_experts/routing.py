@@ -13,10 +13,17 @@ from ..._core.op.registration import triton_module_beside
 from ..gated import APPROXIMATIONS, op_of
 from ..geglu import geglu, geglu_packed
 from ..swiglu import swiglu, swiglu_packed
+from . import counting_sort
 from .grouped_mm import split
 
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
 _TRITON_ROWS = "liger.triton_kernels.expert_rows"
+
+
+def weights_of(top_k_weights, top_k_index):
+    """The routing weights, (T, K), with NaN for a negative index."""
+    weights = top_k_weights.masked_fill(top_k_index < 0, float("nan"))
+    return weights.reshape(-1, weights.shape[-1])
 
 
 class Routing:
@@ -31,17 +38,25 @@ class Routing:
         order: (S,) the slot of each row.
         tokens: (S + 1,) the token of each row.
         experts: (S + 1,) an expert for each row: its own, or any for rows without one.
-        valid: (S,) whether the row belongs to an expert.
         inverse: (T, K) the row of each slot.
+        weights: (S + 1, 1) the routing weight of each row, in the accumulation dtype: 0 of the pad, NaN where
+            the index is negative. None without top_k_weights.
     """
 
-    def __init__(self, top_k_index, num_experts):
+    def __init__(self, top_k_index, num_experts, top_k_weights=None):
+        if counting_sort.sorts(top_k_index, num_experts, top_k_weights):
+            *sorted_slots, self.weights = counting_sort.route(top_k_index, num_experts, top_k_weights)
+            self.ends, self.order, self.tokens, self.experts, self.inverse = sorted_slots
+            return
         kernels = triton_module_beside("swiglu", _TRITON_ROWS, top_k_index)
         if kernels is not None and kernels.sorts(top_k_index, num_experts):
             sorted_slots = kernels.route(top_k_index, num_experts)
-            self.ends, self.order, self.tokens, self.experts, self.valid, self.inverse = sorted_slots
+            self.ends, self.order, self.tokens, self.experts, self.inverse = sorted_slots
         else:
             self._sort(top_k_index, num_experts)
+        self.weights = None
+        if top_k_weights is not None:
+            self.weights = self._weights(weights_of(top_k_weights, top_k_index))
 
     def _sort(self, top_k_index, num_experts):
         slots = top_k_index.numel()
@@ -56,24 +71,24 @@ class Routing:
         self.experts = self.order.new_zeros(slots + 1)
         self.experts[:-1] = experts.clamp(max=num_experts - 1)
         row = torch.arange(slots, device=experts.device)
-        self.valid = row < self.ends[-1]
-        inverse = torch.empty_like(self.order).scatter_(0, self.order, row.masked_fill_(~self.valid, slots))
+        row.masked_fill_(row >= self.ends[-1], slots)
+        inverse = torch.empty_like(self.order).scatter_(0, self.order, row)
         self.inverse = inverse.view(top_k_index.shape)
 
     def rows(self, x):
         """(S + 1, H): the row of x of each slot."""
         return x.index_select(0, self.tokens)
 
-    def weights(self, top_k_weights):
-        """(S + 1, 1): the routing weight of each row, in the accumulation dtype."""
+    def _weights(self, top_k_weights):
         weights = top_k_weights.new_zeros(len(self.tokens), 1, dtype=accumulate_dtype(top_k_weights.dtype))
         weights[:-1, 0] = top_k_weights.reshape(-1).index_select(0, self.order)
         return weights
 
     def scatter(self, values):
-        """Values of rows, (S + 1,), as values of slots, (T, K); zero for sentinels."""
-        values = values[:-1].masked_fill(~self.valid, 0)
-        return torch.empty_like(values).scatter_(0, self.order, values).view(self.inverse.shape)
+        """Values of rows, (S + 1,), as values of slots, (T, K); zero for sentinels. Overwrites the value of
+        the pad."""
+        values[-1:].zero_()
+        return values.index_select(0, self.inverse.view(-1)).view(self.inverse.shape)
 
     def add_bias_(self, rows, bias):
         """Adds to each row the bias of its expert, (E, N)."""

@@ -2,34 +2,22 @@
 """The grouped GEMMs of compute capability 9.0 (csrc/experts/sm90): they gather the rows of x and of the
 upstream gradient themselves, and their epilogues activate and multiply by the routing weight.
 
-They serve calls inside :func:`forced` alone: docs/lab/experts_sm90.md has their times and says why.
+They serve the calls that they support with at most MAX_MEAN_ROWS rows per expert on average:
+docs/lab/experts_sm90.md has their times.
 """
-
-import contextlib
 
 import torch
 
 from ..._core.head.sm90_plan import ENGINE
 from ..._core.math.dtypes import accumulate_dtype
-from ..._core.runtime.environment import wgmma_engine_allowed
+from ..._core.op.registration import FAMILIES
 from .arguments import sizes_of
 
+# With more rows per expert the default path has been faster in forward and backward.
+MAX_MEAN_ROWS = 1024
 # Rows are counted in int32, with tiles that reach beyond the last row.
 _MAX_SLOTS = 2**30
 _VECTOR = 8
-
-_is_forced = False
-
-
-@contextlib.contextmanager
-def forced():
-    """Within it these kernels serve the calls that they support."""
-    global _is_forced
-    before, _is_forced = _is_forced, True
-    try:
-        yield
-    finally:
-        _is_forced = before
 
 
 def unsupported(a):
@@ -54,23 +42,26 @@ def unsupported(a):
         if not weight.is_contiguous() or weight.data_ptr() % 16:
             return f"{name} is not contiguous or not aligned to 16 bytes"
     if not has_kernels(a.x):
-        return "the build or the device has no such kernels, or LIGER_WGMMA is 0"
+        return "the build or the device has no such kernels, LIGER_WGMMA is 0, or the backend is not cuda"
     return None
 
 
 def has_kernels(x):
-    """True if this build, the device of x and LIGER_WGMMA have these kernels."""
+    """True if this build, the device of x, LIGER_WGMMA and the backend of swiglu have these kernels. Raises
+    RuntimeError for a LIGER_WGMMA other than 0 and 1."""
     return (
         x.is_cuda
+        and FAMILIES["swiglu"].choice == "cuda"
         and hasattr(torch.ops.liger_sm90, "takes_experts")
-        and wgmma_engine_allowed()
         and torch.ops.liger_sm90.takes_experts.default(x)
     )
 
 
 def serves(a):
-    """True if these kernels serve the call."""
-    return _is_forced and unsupported(a) is None
+    """True if these kernels serve the call. Its shapes decide, also those of its sentinels, so that the host
+    waits for nothing."""
+    experts = a.down_proj.shape[0]
+    return a.top_k_index.numel() <= MAX_MEAN_ROWS * experts and unsupported(a) is None
 
 
 def _options(a):

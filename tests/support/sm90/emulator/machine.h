@@ -67,7 +67,10 @@ struct Index {
 inline thread_local Index threadIdx, blockIdx, gridDim;
 // Sized for the ring of the kernels. Addresses of a block are offsets from `base`.
 inline thread_local unsigned char base;
-inline constexpr int kThreads = 384, kBlocks = 2;
+#ifndef EMULATED_THREADS
+#define EMULATED_THREADS 384
+#endif
+inline constexpr int kThreads = EMULATED_THREADS, kBlocks = 2;
 
 // --- fibers
 // -------------------------------------------------------------------------------------------------
@@ -152,6 +155,15 @@ inline void warp_barrier() {
 inline void __syncwarp() {
   warp_barrier();
 }
+inline void __syncthreads() {
+  meet(block->named[15], kThreads, true);
+}
+inline int __popc(uint32_t bits) {
+  return __builtin_popcount(bits);
+}
+inline void atomicAdd(int* to, int value) {
+  *to += value;
+}
 template <typename T>
 T shuffle(T value, int from) {
   Warp& warp = block->warps[threadIdx.x / 32];
@@ -174,6 +186,16 @@ T __shfl_up_sync(uint32_t, T value, int delta) {
 template <typename T>
 T __shfl_sync(uint32_t, T value, int from, int width = 32) {
   return shuffle(value, threadIdx.x % 32 / width * width + from % width);
+}
+inline uint32_t __match_any_sync(uint32_t, int value) {
+  Warp& warp = block->warps[threadIdx.x / 32];
+  warp.values[threadIdx.x % 32] = static_cast<uint32_t>(value);
+  warp_barrier();
+  uint32_t equal = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    equal |= uint32_t{warp.values[lane] == static_cast<uint32_t>(value)} << lane;
+  warp_barrier();
+  return equal;
 }
 
 // --- mbarriers
