@@ -19,11 +19,11 @@ from liger_bench.models import sizes as model_sizes
 from liger_bench.models.contestants import with_liger_kernel
 
 from . import pictures, tables, text, training
-from .cells import Cell, Experiment
+from .cells import Cell, Experiment, packages
 from .results import cells_of, ordered
 
 METHODS = ("transformers", "liger", "nudged", "liger-kernel")
-STEPS = 300
+STEPS = 100
 MICRO_BATCHES = 4
 # Size -> family, dtype, batch, sequence, class weights.
 SIZES = {
@@ -56,9 +56,10 @@ def cells(tiny):
             size,
             index,
             dict(zip(names, given, strict=True)),
-            ("liger_kernel", "triton") if method == "liger-kernel" else (),
+            packages(method),
             ladder=f"{method} {size}",
             seconds=240,
+            expected=12.0,
         )
         for index, (size, given) in enumerate(sizes.items())
         for method in METHODS

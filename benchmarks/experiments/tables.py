@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tables of results in Markdown."""
 
-from liger_bench.models.report import GIB
 from liger_bench.models.trainee import SAME_LOSS
 
-from .results import ordered
+from .results import GIB, ordered
 
 # A smaller relative difference is not counted as being behind.
 NOTICED = 0.01

@@ -4,7 +4,7 @@
 Each row is measured in one process, in turns, from cold caches, vs. the ceiling that the machine sets.
 The peers that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report
 says which of the project's targets were met. It goes to the terminal and, with the figures as JSON and a
-picture per op, to benchmarks/results.
+picture per op, to a file that --json names.
 Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a
 GPU.
 """
@@ -58,7 +58,12 @@ def _parser():
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="result file; the others get its name")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="result file; the others get its name (default: a temporary folder)",
+    )
     parser.add_argument(
         "--plots",
         action=argparse.BooleanOptionalAction,
@@ -66,19 +71,10 @@ def _parser():
     )
     parser.add_argument(
         "--from",
-        dest="sources",
-        nargs="+",
+        dest="source",
         type=Path,
-        default=[],
         metavar="FILE",
-        help="measure nothing: report and plots of a result file, or of several of one kind of device, merged into the "
-        "file that --json names",
-    )
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="STEM",
-        help="measure nothing: STEM-<op>.png and STEM-overview*.png of the newest whole runs in benchmarks/results",
+        help="measure nothing: report and plots of a result file",
     )
     parser.add_argument(
         "--self-test",
@@ -103,19 +99,9 @@ def _complaint(arguments):
         # "torch F.rms_norm" and "liger" are as good as "torch" and "liger-kernel".
         if not any(peer.startswith(name) or name.startswith(peer) for peer in PEERS):
             return f"unknown peer {name}, expected some of {', '.join(PEERS)}"
-    if arguments.pictures is not None and not arguments.pictures.absolute().parent.is_dir():
-        return f"--pictures {arguments.pictures}: no such folder"
-    for source in arguments.sources:
-        if not source.is_file():
-            return f"no such file: {source}"
-    if len(arguments.sources) > 1 and arguments.json is None:
-        return "several files are merged into the one that --json names"
-    if (
-        not arguments.sources
-        and arguments.pictures is None
-        and not arguments.self_test
-        and not torch.cuda.is_available()
-    ):
+    if arguments.source is not None and not arguments.source.is_file():
+        return f"no such file: {arguments.source}"
+    if arguments.source is None and not arguments.self_test and not torch.cuda.is_available():
         return "no CUDA device; --self-test runs tiny sizes on the CPU"
     return None
 
@@ -134,12 +120,9 @@ def main(argv=None):
     from . import suite
     from .harness import Options
 
-    if arguments.sources or arguments.pictures is not None:
+    if arguments.source is not None:
         try:
-            if arguments.sources:
-                suite.redraw(arguments.sources, arguments.json, arguments.plots)
-            if arguments.pictures is not None:
-                suite.illustrate(arguments.pictures)
+            suite.redraw(arguments.source, arguments.plots)
         except ValueError as error:
             print(f"benchmarks/run.py: {error}", file=sys.stderr)
             return 2

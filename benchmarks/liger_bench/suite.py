@@ -12,12 +12,10 @@ from pathlib import Path
 import torch
 
 from . import OPS
-from .environment import RESULTS, environment
+from .environment import environment
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
-from .reports import overview
 from .reports.goals import reached
-from .reports.merge import merged
 from .reports.plots import plot
 from .reports.report import markdown
 from .reports.verdict import faults, verdict
@@ -75,25 +73,13 @@ def _write(result, path):
     path.with_suffix(".md").write_text(markdown(result))
 
 
-def redraw(paths, path=None, plots=None):
-    """Writes report and plots of JSON files of results, merged into ``path``, or again next to the only
-    one."""
-    result = merged([_read(source) for source in paths])
+def redraw(path, plots=None):
+    """Writes report and plots of a JSON file of results again."""
+    result = _read(path)
     _conclude(result)
-    if path is None:
-        path = paths[0]
-        path.with_suffix(".md").write_text(markdown(result))
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(result, path)
+    path.with_suffix(".md").write_text(markdown(result))
     _say(f"written: {path.with_suffix('.md')}")
     _write_plots(result, path, plots)
-
-
-def illustrate(stem):
-    """``<stem>-<op>.png`` and ``<stem>-overview*.png`` of the newest whole runs in benchmarks/results."""
-    for picture in overview.write(stem):
-        _say(f"written: {picture}")
 
 
 def run(ops, options, path=None, plots=None, words=(), minutes=None):
@@ -106,9 +92,7 @@ def run(ops, options, path=None, plots=None, words=(), minutes=None):
     facts = environment(options)
     name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
     if path is None:
-        # A self-test measures nothing that is worth keeping.
-        temporary = options.size == "self-test"
-        path = (Path(tempfile.mkdtemp(prefix="liger-bench-")) if temporary else RESULTS) / f"{name}.json"
+        path = Path(tempfile.mkdtemp(prefix="liger-bench-")) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
 

@@ -77,22 +77,12 @@ def test_reference_of_fused_linear_ce(monkeypatch):
         torch.testing.assert_close(got[name].double(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_few_rows_at_a_time(tmp_path, capsys):
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, words in zip(files, ("softcap", "smoothing"), strict=True):
-        arguments = ["--heads", "--self-test", "--peers", "none", "--rows", words, "--no-plots"]
-        assert cli.main([*arguments, "--json", str(file)]) == 0
-    both = tmp_path / "both.json"
-    sources = [str(file) for file in files]
-    assert cli.main(["--from", *sources]) == 2
-    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 0
-    names = [row["name"] for row in json.loads(both.read_text())["rows"]]
-    assert len(names) == 2 and "softcap" in names[0] and "smoothing" in names[1]
-    assert "Times relative to three GEMMs" in both.with_suffix(".md").read_text()
-    other = json.loads(files[1].read_text())
-    other["environment"]["device"] = "another"
-    files[1].write_text(json.dumps(other))
-    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 2
-    assert "runs of different device: " in capsys.readouterr().err
+def test_some_of_the_rows(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    arguments = ["--heads", "--self-test", "--peers", "none", "--rows", "softcap", "--no-plots"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert "softcap" in row["name"]
+    assert "Times relative to three GEMMs" in path.with_suffix(".md").read_text()
     assert cli.main(["--heads", "--self-test", "--rows", "no such row"]) == 2
     assert "no row has no such row in its name" in capsys.readouterr().err

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The figures of docs/images: one per op, and the time and the memory of the most common ops."""
 
-import json
 import statistics
 from dataclasses import replace
 
-from ..environment import RESULTS
-from .chart import Group, draw, save
+from .chart import Group, draw
 from .plots import group_of, picture, source
 
 
@@ -41,15 +39,8 @@ NOTE = (
 TIME = "device time, liger-kernel = 1; ms at the bars"
 
 
-def runs(folder=RESULTS):
-    """The results of complete runs in a folder, newest first."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    whole = [r for r in found if r.get("schema") == 2 and r["environment"]["size"] == "full"]
-    return sorted(whole, key=lambda r: r["environment"]["date"], reverse=True)
-
-
 def overview(results):
-    """The figures of the rows of OVERVIEW, each from the newest run with that row: time, and memory."""
+    """The figures of the rows of OVERVIEW, each from the first run with that row: time, and memory."""
     groups, facts = [], []
     for label, (name, providers) in OVERVIEW.items():
         for result in results:
@@ -58,8 +49,6 @@ def overview(results):
                 groups.append(group_of(record, label, providers))
                 facts.append(result["environment"])
                 break
-    if not groups:
-        raise ValueError(f"no run has a row of the overview, such as {next(iter(OVERVIEW.values()))[0]}")
     times = [{bar.series: bar.time for bar in group.bars} for group in groups]
     speedups = [
         t["liger-kernel"] / t["liger-ops"] for t in times if {"liger-kernel", "liger-ops"} <= t.keys()
@@ -76,17 +65,16 @@ def overview(results):
     }
 
 
-def write(stem, results=None):
-    """``<stem>-<op>.png`` of every op, from the newest run that has it, ``<stem>-overview.png`` and
-    ``<stem>-overview-memory.png``; returns the paths."""
-    results = runs() if results is None else results
-    figures = overview(results)
+def figures(results):
+    """{op, "overview" or "overview-memory": figure}, each from the first of these runs that has its rows."""
+    found = overview(results) if any(_has(result) for result in results) else {}
     for result in results:
-        for op in dict.fromkeys(record["op"] for record in result["rows"] if record["contests"]):
+        for op in dict.fromkeys(record["op"] for record in result["rows"] if record["kind"] == "device"):
             records = [record for record in result["rows"] if record["op"] == op]
-            figures.setdefault(op, picture(op, records, result["environment"]))
-    paths = []
-    for name, figure in figures.items():
-        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
-        save(figure, paths[-1])
-    return paths
+            found.setdefault(op, picture(op, records, result["environment"]))
+    return found
+
+
+def _has(result):
+    names = {name for name, _ in OVERVIEW.values()}
+    return any(record["name"] in names for record in result["rows"])
