@@ -34,7 +34,9 @@ def parser():
     made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")
     made.add_argument("--plot", action="store_true", help="measures nothing: tables and pictures of results")
     made.add_argument(
-        "--docs", action="store_true", help="measures nothing: tables and pictures of docs/lab/experiments.md"
+        "--docs",
+        action="store_true",
+        help="measures nothing: tables and pictures of pages",
     )
     made.add_argument(
         "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"
@@ -81,6 +83,7 @@ def main(arguments=None):
         from . import report
 
         report.write_docs(given.out)
+        report.write_summaries(given.out)
         return 0
     if given.plot:
         from . import report

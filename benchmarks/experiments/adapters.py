@@ -77,7 +77,7 @@ def table(result):
         pairs = zip(cell["losses"], reference["losses"], strict=False)
         return f"{line}, losses {max(abs(a / b - 1) for a, b in pairs):.1e} apart"
 
-    return f"{tables.by_method(result, shown, label='')}\n\n{tables.behind(result)}"
+    return f"{tables.by_method(result, shown, label='')}\n\n{tables.gains(result)} {tables.behind(result)}"
 
 
 def draw(result):

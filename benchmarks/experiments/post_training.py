@@ -126,7 +126,7 @@ def table(result):
         texts += [f"**{name}**", shown]
         if not name.startswith("loss"):
             texts.append(_at_best(part))
-        texts.append(tables.behind(part))
+        texts.append(f"{tables.gains(part)} {tables.behind(part)}")
     return "\n\n".join(texts)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of docs/images: one per op, and the time and the memory of the most common ops."""
+"""Pictures of the time and the memory of the most common ops."""
 
 import statistics
 from dataclasses import replace
 
 from .chart import Group, draw
-from .plots import group_of, picture, source
+from .plots import group_of, source
 
 
 def _row(name, ours, theirs):
@@ -49,6 +49,8 @@ def overview(results):
                 groups.append(group_of(record, label, providers))
                 facts.append(result["environment"])
                 break
+    if not groups:
+        return {}
     times = [{bar.series: bar.time for bar in group.bars} for group in groups]
     speedups = [
         t["liger-kernel"] / t["liger-ops"] for t in times if {"liger-kernel", "liger-ops"} <= t.keys()
@@ -63,18 +65,3 @@ def overview(results):
         "overview": draw(timed, title, note, TIME, reference="liger-kernel"),
         "overview-memory": draw(groups, "How much memory do forward and backward take?", note),
     }
-
-
-def figures(results):
-    """{op, "overview" or "overview-memory": figure}, each from the first of these runs that has its rows."""
-    found = overview(results) if any(_has(result) for result in results) else {}
-    for result in results:
-        for op in dict.fromkeys(record["op"] for record in result["rows"] if record["kind"] == "device"):
-            records = [record for record in result["rows"] if record["op"] == op]
-            found.setdefault(op, picture(op, records, result["environment"]))
-    return found
-
-
-def _has(result):
-    names = {name for name, _ in OVERVIEW.values()}
-    return any(record["name"] in names for record in result["rows"])
