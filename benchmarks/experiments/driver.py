@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liger_bench.devices.processes import count_gpus, may_fork
+from liger_bench.devices.processes import count_gpus, elsewhere, may_fork
 from liger_bench.reports import stale
 
-from . import experiment, launch, results
+from . import experiment, launch, results, text
+from .cells import Machine
 from .measurement import Measurement
 
 # Statuses that hold for larger sizes of the same ladder, too.
@@ -88,6 +89,9 @@ def fill(run, names, say=print):
                 "an imported package has initialised the CUDA driver: processes start anew, which takes longer"
             )
     sheets = [Sheet(run, name, say) for name in names]
+    if not run.tiny and any(sheet.todo for sheet in sheets):
+        # Once, instead of in each of the first cells.
+        elsewhere(text.prepare, Machine("cpu", False, run.cache))
     waiting = [(sheet, cell) for sheet in sheets for cell in sheet.todo]
     free = list(range(max(run.gpus, 1)))
     running = {}
