@@ -107,16 +107,21 @@ def fill(run, names, say=print):
 
 
 def _start_what_fits(run, waiting, free, running):
-    """Starts cells on free GPUs, and returns those that still wait."""
+    """Starts cells on free GPUs, and returns those that still wait.
+
+    A cell of several GPUs that are not free yet holds back all after it, or it would wait for all of them.
+    One that is to be alone holds back none: it waits until nothing runs.
+    """
     kept = []
-    for sheet, cell in waiting:
+    for index, (sheet, cell) in enumerate(waiting):
         # A smaller cell may yet show that this one needs too much memory.
         depends = any(other is sheet and cell.follows(m.cell) for other, m in running.values())
-        shares = run.parallel and not any(m.cell.alone for _, m in running.values())
-        fits = not running if cell.alone or cell.gpus > run.gpus else shares or not running
-        if depends or not fits or (running and len(free) < cell.gpus):
+        crowded = cell.alone or not run.parallel or any(m.cell.alone for _, m in running.values())
+        if running and (depends or crowded):
             kept.append((sheet, cell))
             continue
+        if running and len(free) < cell.gpus <= max(run.gpus, 1):
+            return kept + waiting[index:]
         taken = free[: cell.gpus]
         measurement = sheet.begin(cell, taken)
         if measurement is not None:
@@ -151,7 +156,9 @@ class Sheet:
         self.result["cells"] = records
         # The records that count: with run.stale those of the present code.
         self.current = {k: r for k, r in records.items() if not (run.stale and stale.is_stale(name, r))}
-        self.todo = [cell for cell in selected(run, name) if not self._is_done(cell)]
+        # Those of several GPUs first: fewer of them are idle than if others came between.
+        todo = [cell for cell in selected(run, name) if not self._is_done(cell)]
+        self.todo = sorted(todo, key=lambda cell: -cell.gpus)
         self.left = []
 
     def _is_done(self, cell):

@@ -65,8 +65,6 @@ def cells(tiny):
                 expected=expected_seconds(
                     "1b", row.batch, row.sequence, method, _warm_up(row.tokens) if memories.get(method) else 2
                 ),
-                # Copies to the host share its memory.
-                alone=method in (OFFLOAD, RELEASE),
             )
             for method in METHODS
             if memories.get(method, 0) is not None

@@ -2,7 +2,6 @@
 """A run of the suite: selection of rows, files of results, report."""
 
 import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -16,7 +15,6 @@ from .environment import environment
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
 from .reports.goals import reached
-from .reports.plots import plot
 from .reports.report import markdown
 from .reports.verdict import faults, verdict
 
@@ -50,40 +48,13 @@ def _say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def _write_plots(result, path, wanted):
-    """``wanted`` is None for where matplotlib is there."""
-    if wanted is None and importlib.util.find_spec("matplotlib") is None:
-        _say("no plots, because matplotlib is not installed; --from draws them elsewhere")
-    elif wanted is not False:
-        for picture in plot(result, path.with_suffix("")):
-            _say(f"written: {picture}")
-
-
-def _read(path):
-    result = json.loads(path.read_text())
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if schema != SCHEMA:
-        of = "no result of benchmarks/run.py" if schema is None else f"results of schema {schema}"
-        raise ValueError(f"{path}: {of}, expected schema {SCHEMA}")
-    return result
-
-
 def _write(result, path):
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(markdown(result))
 
 
-def redraw(path, plots=None):
-    """Writes report and plots of a JSON file of results again."""
-    result = _read(path)
-    _conclude(result)
-    path.with_suffix(".md").write_text(markdown(result))
-    _say(f"written: {path.with_suffix('.md')}")
-    _write_plots(result, path, plots)
-
-
-def run(ops, options, path=None, plots=None, words=(), minutes=None):
-    """Measures the ops (all, if none are named), writes JSON, Markdown and plots, prints the report.
+def run(ops, options, path=None, words=(), minutes=None):
+    """Measures the ops (all, if none are named), writes JSON and Markdown, prints the report.
 
     ``words``: only the rows with one of them in their names. No row starts after ``minutes``. Returns 0, or 1
     if one of our own providers failed or gave wrong results.
@@ -108,7 +79,6 @@ def run(ops, options, path=None, plots=None, words=(), minutes=None):
     for row in left:
         _say(f"not measured, for lack of time: {row.name}")
     _say(f"written: {path} and {path.with_suffix('.md')}")
-    _write_plots(result, path, plots)
     problems = faults(result["rows"])
     for problem in problems:
         _say(problem)

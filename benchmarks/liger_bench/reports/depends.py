@@ -11,8 +11,11 @@ import liger_bench
 
 ROOT = Path(__file__).parents[3]
 SUITE = ("benchmarks/liger_bench/measure.py",)
-STEPS = ("benchmarks/liger_bench/models/trainee.py", "benchmarks/liger_bench/models/sizes.py")
-CELLS = (*STEPS, "benchmarks/experiments/training.py", "benchmarks/experiments/text.py")
+CELLS = (
+    "benchmarks/liger_bench/models/",
+    "benchmarks/experiments/training.py",
+    "benchmarks/experiments/text.py",
+)
 SHARDED_CELLS = (
     *CELLS,
     "benchmarks/experiments/sharded_training.py",
@@ -89,7 +92,7 @@ VOCABULARY = (
     "python/liger/distributed/vocab/",
 )
 SHARDED_MLP = (*OPS["tiled_mlp"], "python/liger/distributed/rules/")
-_TRL = (*OPS["preference"], "python/liger/trl/")
+_TRL = (*OPS["preference"], "python/liger/trl/", "benchmarks/experiments/preference_training.py")
 
 # Experiment -> what all of its cells depend on; what those of liger do in addition; and what in addition if
 # this word is in the name of the cell.

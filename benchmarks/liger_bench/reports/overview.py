@@ -4,8 +4,11 @@
 import statistics
 from dataclasses import replace
 
-from .chart import Group, draw
-from .plots import group_of, source
+from .chart import Bar, Group, draw
+from .verdict import time_of
+
+# The colour-blind safe palette of Okabe and Ito.
+COLORS = {"liger-ops": "#0072B2", "liger-kernel": "#D55E00", "torch eager": "#777777"}
 
 
 def _row(name, ours, theirs):
@@ -39,6 +42,31 @@ NOTE = (
 TIME = "device time, liger-kernel = 1; ms at the bars"
 
 
+def _is_line(provider):
+    """True if a ceiling is drawn as a line: it does only a part of the work, so its memory is not
+    comparable."""
+    return provider["group"] == "ceiling" and not provider.get("peak_mib")
+
+
+def _group(record, label, names):
+    """The bars of a record: the series of ``{name: series}`` in this order."""
+    measured = {n: p for n, p in record["providers"].items() if p["status"] in ("ok", "wrong")}
+    ceiling = next((n for n in record["ceilings"] if n in measured and _is_line(measured[n])), None)
+    bars = [
+        Bar(series, COLORS[series], time_of(measured[name]), measured[name].get("peak_mib"))
+        for name, series in names.items()
+        if name in measured
+    ]
+    return Group(label, bars, ceiling, ceiling and time_of(measured[ceiling]))
+
+
+def _source(*facts):
+    """Device, dtype and commits of runs, for the line below the title."""
+    commits = dict.fromkeys((f["commit"] or "unknown commit")[:7] for f in facts)
+    dtype = facts[0]["dtype"].removeprefix("torch.")
+    return f"{facts[0]['device']}, {dtype}, {', '.join(commits)}"
+
+
 def overview(results):
     """The figures of the rows of OVERVIEW, each from the first run with that row: time, and memory."""
     groups, facts = [], []
@@ -46,7 +74,7 @@ def overview(results):
         for result in results:
             record = next((r for r in result["rows"] if r["name"] == name), None)
             if record is not None:
-                groups.append(group_of(record, label, providers))
+                groups.append(_group(record, label, providers))
                 facts.append(result["environment"])
                 break
     if not groups:
@@ -59,7 +87,7 @@ def overview(results):
     if speedups:
         # The median: one row with a slow peer must not carry the title.
         title = f"Forward and backward: {statistics.median(speedups):.2f} times the speed of liger-kernel (median)"
-    note = f"{NOTE} {source(*facts)}"
+    note = f"{NOTE} {_source(*facts)}"
     timed = [Group(group.label, [replace(bar, mib=None) for bar in group.bars]) for group in groups]
     return {
         "overview": draw(timed, title, note, TIME, reference="liger-kernel"),
