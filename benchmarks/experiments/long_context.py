@@ -72,8 +72,7 @@ def _planned(method, machine):
         memory = TINY_MEMORY if machine.tiny else "auto"
         return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=tiled), memory, offload=offload)
 
-    context = partial(liger.use_backend, training.backend(machine))
-    return Contestant(method, "ours", prepare, context, warm_up=8, is_planned=True)
+    return Contestant(prepare, training.context(machine), warm_up=8)
 
 
 def measure(cell, machine):

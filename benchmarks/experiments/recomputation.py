@@ -80,10 +80,8 @@ def contestant(cell, machine):
         return training.contestant(cell.method, machine)
     tokens = cell.settings["batch"] * cell.settings["sequence"]
     return Contestant(
-        cell.method,
-        "ours",
         functools.partial(_planned, memory=int(cell.settings["memory"] * GIB), offload=cell.method != PLAN),
-        functools.partial(liger.use_backend, training.backend(machine)),
+        training.context(machine),
         warm_up=_warm_up(tokens),
         optimizer=in_backward(adamw) if cell.method == RELEASE else adamw,
     )

@@ -2,7 +2,6 @@
 """E18: training steps on few tokens, which the host issues more slowly than a GPU computes them, by each way
 of docs/recipes/small_batches.md."""
 
-import functools
 from dataclasses import replace
 
 import liger
@@ -42,8 +41,7 @@ def contestant(method, machine):
         OURS_REDUCED: lambda model: reduce_overhead(liger.patch(model)),
         GRAPH: liger.patch,
     }[method]
-    context = functools.partial(liger.use_backend, training.backend(machine))
-    return Contestant(method, "ours", prepare, context, captured=method == GRAPH)
+    return Contestant(prepare, training.context(machine), captured=method == GRAPH)
 
 
 def measure(cell, machine):

@@ -11,7 +11,7 @@ import liger
 from liger_bench.measure import spread
 from liger_bench.models import sizes as model_sizes
 from liger_bench.models import trainee as model_trainee
-from liger_bench.models.contestants import Contestant, compiled, contestants
+from liger_bench.models.contestants import Contestant, compiled, with_liger_kernel
 
 from . import text
 from .cells import COMPILED
@@ -26,23 +26,25 @@ def backend(machine):
 
 
 def contestant(method, machine):
-    """The contestant with this name; ``liger`` is it on the backend of the machine."""
-    if method == COMPILED and machine.tiny:
+    """The contestant with this name; ``liger`` is ``liger.patch`` on the backend of the machine."""
+    if method == COMPILED:
         # Inductor takes half a minute on a CPU.
-        return Contestant(COMPILED, "other", functools.partial(compiled, backend="eager"))
-    name = f"liger[{backend(machine)}]" if method == "liger" else method
-    known = {c.name: c for c in contestants([backend(machine)], compile=True)}
-    return known[name]
+        return Contestant(functools.partial(compiled, backend="eager") if machine.tiny else compiled)
+    if method == "liger":
+        return patched(machine)
+    return {"transformers": Contestant(lambda model: model), "liger-kernel": Contestant(with_liger_kernel)}[
+        method
+    ]
 
 
 def patched(machine, **options):
     """A contestant: ``liger.patch`` with these options."""
-    return Contestant(
-        "liger",
-        "ours",
-        lambda model: liger.patch(model, **options),
-        functools.partial(liger.use_backend, backend(machine)),
-    )
+    return Contestant(lambda model: liger.patch(model, **options), context(machine))
+
+
+def context(machine):
+    """What makes the context of a contestant of liger."""
+    return functools.partial(liger.use_backend, backend(machine))
 
 
 class Training(model_trainee.Trainee):

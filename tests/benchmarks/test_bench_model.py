@@ -28,7 +28,7 @@ def test_sizes_are_those_of_their_models(name):
 
 
 def first_loss(prepare, **settings):
-    trainee = model_trainee.Trainee(Contestant("one", "ours", prepare, **settings), TINY, "cpu")
+    trainee = model_trainee.Trainee(Contestant(prepare, **settings), TINY, "cpu")
     trainee.build()
     tokens = torch.arange(32).view(2, 16)
     trainee.warm_up([tokens])

@@ -33,16 +33,11 @@ class Contestant:
     ``optimizer(parameters, capturable=...)`` makes its optimizer.
     """
 
-    name: str
-    group: str
     prepare: Callable
     context: Callable = contextlib.nullcontext
-    needs: tuple[str, ...] = ()
-    checkpointing: bool = True
-    # Steps before a shape is measured, at least: a plan needs some until it is final.
-    warm_up: int = 0
+    # Steps before the model is measured, at least: a plan needs some until it is final.
+    warm_up: int = 1
     captured: bool = False
-    is_planned: bool = False
     optimizer: Callable = adamw
 
 
@@ -80,24 +75,3 @@ def with_liger_kernel(model):
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     getattr(module, f"apply_liger_kernel_to_{model.config.model_type}")(model=inner)
     return model
-
-
-def contestants(backends, compile):
-    """Unpatched, liger-kernel, liger under each backend; with ``compile`` also the first and the last
-    compiled."""
-    needs = ("liger_kernel", "triton")
-    plain = [Contestant("transformers", "plain", lambda model: model)]
-    ours = [
-        Contestant(f"liger[{b}]", "ours", liger.patch, lambda b=b: liger.use_backend(b)) for b in backends
-    ]
-    if compile:
-        plain.append(Contestant("transformers, compiled", "other", compiled))
-        ours += [
-            Contestant(f"{c.name}, compiled", "ours", lambda m: compiled(liger.patch(m)), c.context)
-            for c in ours
-        ]
-    return [
-        *plain,
-        Contestant("liger-kernel", "liger-kernel", with_liger_kernel, needs=needs),
-        *ours,
-    ]

@@ -62,7 +62,7 @@ class Trainee:
     def build(self):
         self.model = self.make_model()
         captured = self.contestant.captured
-        if self.size.checkpointing and self.contestant.checkpointing:
+        if self.size.checkpointing:
             # The state of the random generator cannot be read during a capture, and this model has no
             # dropout.
             settings = {"preserve_rng_state": False} if captured else {}
@@ -100,8 +100,7 @@ class Trainee:
             self.step(batches[0])  # is captured
             self.peak = torch.cuda.max_memory_allocated() - others
         else:
-            count = max(1, self.contestant.warm_up)
-            losses = [self.step(batches[i % len(batches)]) for i in range(count)]
+            losses = [self.step(batches[i % len(batches)]) for i in range(self.contestant.warm_up)]
         if self.loss is None:
             self.loss = losses[0].item()
 
