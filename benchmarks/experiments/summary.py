@@ -9,8 +9,9 @@ from .results import GIB
 
 README = CHECKOUT / "README.md"
 SPEED = CHECKOUT / "docs" / "start" / "speed.md"
-SHAPES = {"1x1024": "1 x 1024", "8x1024": "8 x 1024", "1x131072": "1 x 131072"}
 MODELS = ("Llama-3.2-1B", "Qwen3-1.7B", "Gemma-3-1B", "Qwen3-30B-A3B, 4 layers", "Llama-3-8B")
+# The largest model has no step on the longest sequence.
+OTHER_SHAPES = [(m, s) for m in MODELS for s in ("1x1024", "8x1024", "1x131072")][:-1]
 # (what, experiment, size of its cells); README has the first steps that are measured.
 STEPS = (
     *((f"{model}, 4 x 8192 tokens", "E14", f"{model}, full 4x8192") for model in MODELS),
@@ -20,7 +21,7 @@ STEPS = (
     ("Llama-3.2-1B, LoRA, 4 x 1024, nothing recomputed", "E9", "LoRA, nothing recomputed"),
     ("Llama-3.2-1B, QLoRA, 4 x 1024", "E9", "QLoRA"),
     ("Llama-3.2-1B, DPO by TRL, 32 pairs of 1024", "E12", "TRL dpo 32x1024"),
-    *((f"{m}, {text} tokens", "E14", f"{m}, full {s}") for m in MODELS for s, text in SHAPES.items()),
+    *((f"{m}, {s.replace('x', ' x ')} tokens", "E14", f"{m}, full {s}") for m, s in OTHER_SHAPES),
     ("Llama-3-8B, LoRA, 8 x 1024", "E14", "Llama-3-8B, LoRA 8x1024"),
 )
 IN_README = 5
@@ -37,8 +38,8 @@ def _step(cell):
 
 
 def steps(folder, count=None):
-    """Tokens per second and peak of whole steps; the fastest of liger."""
-    rows = []
+    """Tokens per second and peak of whole steps, the fastest of liger; and the machines of all rows."""
+    rows, facts = [], []
     for what, name, size in STEPS:
         result = results.load(folder / f"{name}.json", name, False)
         cells = {c["method"]: c for c in results.cells_of(result, size=size)}
@@ -47,7 +48,9 @@ def steps(folder, count=None):
             best = max(ours, key=lambda c: c["tokens_per_second"])
             plain = cells.get("transformers", cells.get("TRL"))
             rows.append([what, _step(plain), _step(cells.get("liger-kernel")), _step(best)])
-    return tables.markdown(["training steps", "transformers", "liger-kernel", "liger"], rows[:count])
+            facts.append(result["environments"][best["environment"]])
+    table = tables.markdown(["training steps", "transformers", "liger-kernel", "liger"], rows[:count])
+    return table, tables.environments({"environments": facts})
 
 
 def _ratio(theirs, mine):
@@ -83,12 +86,9 @@ def op_times(folder):
 
 def blocks(folder):
     """{page: {name of a block: its text}}"""
-    facts = []
-    for name in ("E14", "E16", "E9", "E12"):
-        facts += results.load(folder / f"{name}.json", name, False)["environments"]
-    measured = f"{tables.environments({'environments': facts})}."
     of_ops = tables.environments(results.load(folder / "E17.json", "E17", False))
+    every, measured = steps(folder)
     return {
-        README: {"steps": steps(folder, IN_README)},
-        SPEED: {"steps": f"{steps(folder)}\n\n{measured}", "ops": f"{op_times(folder)}\n\n{of_ops}."},
+        README: {"steps": steps(folder, IN_README)[0]},
+        SPEED: {"steps": f"{every}\n\n{measured}.", "ops": f"{op_times(folder)}\n\n{of_ops}."},
     }

@@ -7,7 +7,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments import MODULES, report, results, summary, tables
+import liger_bench
+from experiments import MODULES, experiment, report, results, summary, tables
+from liger_bench import suite
+from liger_bench.harness import Options
+from liger_bench.reports import overview
 
 
 def record(method, order, status="ok", **values):
@@ -79,9 +83,13 @@ def test_summaries_have_the_fastest_form(tmp_path):
     cells = [
         record(m, 1, size="4x8192", tokens_per_second=s) for m, s in (("liger", 9e3), ("liger, plan", 1e4))
     ]
+    for cell in cells:
+        cell["environment"] = 0
     named["cells"] = {c["method"]: c for c in [*cells, record("liger-kernel", 1, "oom", size="4x8192")]}
     results.write_text(tmp_path / "E16.json", json.dumps(named))
-    lines = summary.steps(tmp_path).splitlines()
+    table, machine = summary.steps(tmp_path)
+    lines = table.splitlines()
+    assert machine == "device a device, torch 2.11, commit 012345678"
     assert lines[2:] == ["| Llama-3.2-1B, 4 x 8192, a plan |  | out of memory | 10.0k, 1.0 GiB |"]
     times = {"liger[cuda]": ("ours", 1.0), "liger-kernel": ("liger-kernel", 2.0), "quack": ("other", 1.5)}
     times |= {"liger-kernel CuTe": ("liger-kernel", 1.2), "device copy": ("ceiling", 0.9)}
@@ -106,3 +114,13 @@ def test_summaries_have_the_fastest_form(tmp_path):
     assert summary.op_times(tmp_path).splitlines()[2] == (
         "| softmax 8x8 | 2.00 | 3 / 3 | 1.20 liger-kernel CuTe | 1.11 of device copy |"
     )
+
+
+def test_summaries_are_of_cells_and_rows_that_exist():
+    sizes = {name: {cell.size for cell in experiment(name).cells(False)} for name in MODULES}
+    assert all(size in sizes[name] for _, name, size in summary.STEPS)
+    rows = {
+        row.name: {p.name for p in row.providers} for row in suite.rows_of(liger_bench.OPS, Options("cpu"))
+    }
+    for name, providers in overview.OVERVIEW.values():
+        assert providers.keys() - rows[name] <= {"torch eager"}, name
