@@ -100,7 +100,7 @@ EXPERIMENTS = {
     "E2": (CELLS, _LLAMA, {}),
     "E3": (CELLS, _LLAMA, {}),
     "E4": (CELLS, _LLAMA, {}),
-    "E5": (CELLS, _LLAMA, {"tiled": _TILED}),
+    "E5": (CELLS, _LLAMA, {"tiled": _TILED, "all but": _TILED}),
     "E6": ((*CELLS, "benchmarks/experiments/memory_timeline.py"), _LLAMA, {}),
     "E7": (("benchmarks/experiments/text.py",), _LLAMA, {"Qwen3": _QWEN3, "Gemma": OPS["geglu"]}),
     "E8": (SHARDED_CELLS, _LLAMA, {}),
