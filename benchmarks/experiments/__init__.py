@@ -26,7 +26,14 @@ MODULES = {
     "E14": "headline",
     "E15": "scaling",
     "E16": "recomputation",
+    "E17": "op_sizes",
+    "E18": "small_batches",
 }
+# In the order in which --stale measures them: what README and docs/start/speed.md quote comes first.
+IMPORTANCE = (
+    "E14", "E16", "E17", "E9", "E18", "E3", "E4", "E2", "E12", "E10", "E5", "E1", "E13", "E7", "E11", "E15", "E8",
+    "E6",
+)  # fmt: skip
 
 
 def experiment(name):

@@ -9,7 +9,7 @@ from pathlib import Path
 from liger_bench.devices.processes import count_gpus
 from liger_bench.environment import CHECKOUT, RESULTS
 
-from . import MODULES, experiment, results
+from . import IMPORTANCE, MODULES, experiment
 
 FOLDER = RESULTS / "experiments"
 CACHE = CHECKOUT / "build" / "experiments"
@@ -25,11 +25,18 @@ def parser():
     made.add_argument("--only", action="append", default=[], metavar="METHOD", help="repeatable")
     made.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="as --list names them")
     made.add_argument("--retry", action="store_true", help="measures cells again that are not ok")
+    made.add_argument(
+        "--stale",
+        action="store_true",
+        help="measures missing cells and those of other code, by importance; of all experiments if none is named",
+    )
     made.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: a test, no measurement")
     made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")
     made.add_argument("--plot", action="store_true", help="measures nothing: tables and pictures of results")
     made.add_argument(
-        "--docs", action="store_true", help="measures nothing: tables and pictures of docs/lab/experiments.md"
+        "--docs",
+        action="store_true",
+        help="measures nothing: tables and pictures of pages",
     )
     made.add_argument(
         "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"
@@ -43,24 +50,31 @@ def parser():
     return made
 
 
-def list_cells(run, names):
+def list_cells(run, names, every=False):
+    """Prints the experiments with the cells that are to be measured and how long they take; with ``every``
+    all of their cells."""
     from . import driver
 
+    total, count = 0.0, 0
     for name in names:
-        chosen = experiment(name)
-        cells = driver.selected(run, name)
-        print(f"{name}: {chosen.title}, {len(cells)} cells")
-        if len(names) == len(MODULES):
-            continue
-        done = results.load(results.path_of(run.folder, name, run.tiny), name, run.tiny)["cells"]
-        for cell in cells:
-            print(f"  {cell.key}: {done.get(cell.key, {}).get('status', '-')}")
+        sheet = driver.Sheet(run, name)
+        seconds = sum(cell.gpus * sheet.expected(cell) for cell in sheet.todo)
+        total, count = total + seconds, count + len(sheet.todo)
+        title = experiment(name).title
+        print(f"{name}: {title}, {len(sheet.todo)} of {len(sheet.every)} cells, {seconds:.0f} GPU-seconds")
+        for cell in driver.selected(run, name) if every else sheet.todo if run.stale else ():
+            status = sheet.result["cells"].get(cell.key, {}).get("status", "missing")
+            needs = f"{cell.gpus} x " if cell.gpus > 1 else ""
+            alone = ", alone" if cell.alone else ""
+            print(f"  {cell.key}: {status}, {needs}{sheet.expected(cell):.0f} s{alone}")
+    print(f"{count} cells to measure, about {total / 60:.0f} GPU-minutes")
 
 
 def main(arguments=None):
     """Returns 0, 2 for wrong arguments; cells that are left are no error."""
     given = parser().parse_args(arguments)
-    names = list(MODULES) if given.names in ([], ["all"]) else given.names
+    every = list(IMPORTANCE) if given.stale else list(MODULES)
+    names = every if given.names in ([], ["all"]) else given.names
     unknown = [name for name in names if name not in MODULES]
     if unknown:
         print(f"experiments: no {', '.join(unknown)}, expected some of {', '.join(MODULES)}", file=sys.stderr)
@@ -69,6 +83,7 @@ def main(arguments=None):
         from . import report
 
         report.write_docs(given.out)
+        report.write_summaries(given.out)
         return 0
     if given.plot:
         from . import report
@@ -78,7 +93,7 @@ def main(arguments=None):
                 print(f"written: {path}")
         return 0
     measures = not given.list
-    if measures and not given.names:
+    if measures and not given.names and not given.stale:
         print("experiments: name the experiments to run, or all; --list names them", file=sys.stderr)
         return 2
     from . import driver
@@ -89,12 +104,13 @@ def main(arguments=None):
         return 2
     limit = float("inf") if given.minutes is None else time.monotonic() + 60 * given.minutes
     run = driver.Run(
-        given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, limit, gpus,
+        given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, given.stale, limit,
+        gpus,
         fork=False if given.no_fork else None, parallel=given.parallel,
     )  # fmt: skip
     try:
         if given.list:
-            list_cells(run, names)
+            list_cells(run, names, every=bool(given.names) and not given.stale)
         else:
             driver.fill(run, names)
     except ValueError as error:

@@ -5,7 +5,7 @@ step."""
 import itertools
 
 from . import pictures, tables, training
-from .cells import Cell, Experiment
+from .cells import Cell, Experiment, expected_seconds
 from .results import cells_of, ordered
 
 # Part -> options of liger.patch. The order is the order of the stacked bars: each part is added to those
@@ -17,17 +17,23 @@ PARTS = {
     "RoPE": ("rope",),
     "tiled MLP": ("tiled_mlp",),
 }
-# Over batches, then over lengths.
-SHAPES = (*((b, 1024) for b in (4, 8, 16, 32, 64, 112)), *((4, t) for t in (2048, 4096, 8192, 16384)))
+# Over batches, then over lengths, for the sums of parts; the parts alone and all but one at one of them.
+SHAPES = (*((b, 1024) for b in (4, 16, 32, 64, 112)), *((4, t) for t in (4096, 8192, 16384)))
+OTHERS = ((32, 1024),)
 UNPATCHED = "unpatched"
 
 
-def methods():
-    """{name: parts}: sums of parts in their order, parts alone, all but one."""
+def sums():
+    """{name: parts}: sums of parts in their order."""
     parts = list(PARTS)
-    found = {UNPATCHED: ()}
-    for count in range(1, len(parts) + 1):
-        found[" + ".join(parts[:count])] = tuple(parts[:count])
+    found = {" + ".join(parts[:count]): tuple(parts[:count]) for count in range(1, len(parts) + 1)}
+    return {UNPATCHED: (), **found}
+
+
+def methods():
+    """{name: parts}: sums of parts, parts alone, all but one."""
+    parts = list(PARTS)
+    found = sums()
     found |= {part: (part,) for part in parts}
     for part in parts[:-1]:
         found[f"all but {part}"] = tuple(p for p in parts if p != part)
@@ -45,9 +51,16 @@ def cells(tiny):
     if tiny:
         chosen = {m: chosen[m] for m in (UNPATCHED, "fused loss", "fused loss + SwiGLU", "RoPE", "tiled MLP")}
     return [
-        Cell(name, f"{b}x{t}", b * t, {"batch": b, "sequence": t, "parts": parts})
+        Cell(
+            name,
+            f"{b}x{t}",
+            b * t,
+            {"batch": b, "sequence": t, "parts": parts},
+            expected=expected_seconds("1b", b, t),
+        )
         for b, t in shapes
         for name, parts in chosen.items()
+        if tiny or (b, t) in OTHERS or name in sums()
     ]
 
 
@@ -60,7 +73,7 @@ def measure(cell, machine):
 
 def _sums(result, value):
     """{size: {part: what it saves after those before it}}, and the rest, from the sums of parts."""
-    chain = [name for name, parts in methods().items() if list(parts) == list(PARTS)[: len(parts)]]
+    chain = list(sums())
     groups = {}
     for size in ordered(result, "size"):
         known = {c["method"]: value(c) for c in cells_of(result, size=size) if c["status"] == "ok"}

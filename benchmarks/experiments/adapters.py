@@ -5,24 +5,28 @@ import importlib
 from dataclasses import replace
 
 from . import pictures, tables, text, training
-from .cells import Experiment
+from .cells import Experiment, cells_of_kinds
 
-LAYERS = "liger, LoRA layers"
-METHODS = ("transformers", "liger", LAYERS, "liger-kernel")
+METHODS = ("transformers", "liger", "liger-kernel")
+KEPT = "LoRA, nothing recomputed"
 NEEDS = {
     "LoRA": ("peft",),
+    KEPT: ("peft",),
     "QLoRA": ("peft", "bitsandbytes"),
     "8-bit AdamW": ("bitsandbytes",),
     "GaLore": ("galore_torch", "bitsandbytes"),
 }
-ADAPTERS = {"LoRA": {"lora": 16}, "QLoRA": {"lora": 16, "nf4": True}}
+ADAPTERS = {
+    "LoRA": {"lora": 16},
+    KEPT: {"lora": 16, "checkpointing": False},
+    "QLoRA": {"lora": 16, "nf4": True},
+}
 STEPS = 8
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 
 
 def cells(tiny):
-    every = training.cells_of_kinds(METHODS, NEEDS, tiny)
-    return [cell for cell in every if cell.method != LAYERS or cell.size in ADAPTERS]
+    return cells_of_kinds(METHODS, NEEDS, tiny, expected=12.0)
 
 
 def galore(parameters, named):
@@ -55,9 +59,8 @@ class Variant(training.Training):
 
 
 def measure(cell, machine):
-    given, options = cell.settings, {"lora_linear": True}
-    layers = cell.method == LAYERS
-    entered = training.patched(machine, **options) if layers else training.contestant(cell.method, machine)
+    given = cell.settings
+    entered = training.contestant(cell.method, machine)
     size = replace(training.size_of("1b", machine), **ADAPTERS.get(cell.size, {}))
     made = Variant(cell.size, entered, size, machine)
     batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
@@ -74,7 +77,7 @@ def table(result):
         pairs = zip(cell["losses"], reference["losses"], strict=False)
         return f"{line}, losses {max(abs(a / b - 1) for a, b in pairs):.1e} apart"
 
-    return f"{tables.by_method(result, shown, label='')}\n\n{tables.behind(result)}"
+    return f"{tables.by_method(result, shown, label='')}\n\n{tables.gains(result)} {tables.behind(result)}"
 
 
 def draw(result):

@@ -8,6 +8,7 @@ weighted losses, divided by the sum of the weights of all targets.
 
 import contextlib
 import importlib
+import os
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,14 @@ from liger.transformers.checkpointing import methods
 from liger_bench.models import sizes as model_sizes
 from liger_bench.models.contestants import with_liger_kernel
 
-from . import pictures, tables, text, training
-from .cells import Cell, Experiment
+from . import pictures, sharded_training, tables, text, training
+from .cells import Cell, Experiment, packages
 from .results import cells_of, ordered
 
 METHODS = ("transformers", "liger", "nudged", "liger-kernel")
-STEPS = 300
+STEPS = 100
 MICRO_BATCHES = 4
+DEEPSPEED = "DeepSpeed"
 # Size -> family, dtype, batch, sequence, class weights.
 SIZES = {
     "Llama-3.2-1B bf16": ("llama", "bfloat16", 4, 512, False),
@@ -33,6 +35,7 @@ SIZES = {
     "Qwen3 float32": ("qwen3", "float32", 8, 512, False),
     "Gemma 3 float32": ("gemma3_text", "float32", 8, 512, False),
     "Qwen3 bf16, class weights": ("qwen3", "bfloat16", 8, 512, True),
+    f"Qwen3 bf16, class weights, {DEEPSPEED}": ("qwen3", "bfloat16", 8, 512, True),
 }
 # Of Qwen3 and Gemma 3: small models with the vocabulary of a trained tokenizer.
 SMALL = {
@@ -49,6 +52,7 @@ def cells(tiny):
     if tiny:
         sizes["Gemma 3 float32"] = ("gemma3_text", "float32", 2, 16, False)
         sizes["Qwen3 float32, class weights"] = ("qwen3", "float32", 4, 16, True)
+        sizes[f"Qwen3 float32, class weights, {DEEPSPEED}"] = ("qwen3", "float32", 4, 16, True)
     names = ("family", "dtype", "batch", "sequence", "weighted")
     return [
         Cell(
@@ -56,9 +60,10 @@ def cells(tiny):
             size,
             index,
             dict(zip(names, given, strict=True)),
-            ("liger_kernel", "triton") if method == "liger-kernel" else (),
+            (*packages(method), *(("deepspeed",) if DEEPSPEED in size else ())),
             ladder=f"{method} {size}",
             seconds=240,
+            expected=12.0,
         )
         for index, (size, given) in enumerate(sizes.items())
         for method in METHODS
@@ -99,17 +104,43 @@ def _liger_kernel(hidden, weight, target, class_weight, denominator):
 WEIGHTED = {"liger": _liger, "liger-kernel": _liger_kernel}
 
 
-def weighted_step(model, tokens, class_weight, head_loss):
+def weighted_step(model, tokens, class_weight, head_loss, backward=torch.Tensor.backward):
     """The loss of a step over micro-batches, with gradients: sum of weighted losses over the sum of
-    weights."""
+    weights. ``backward(loss)`` runs for each of them."""
     denominator = class_weight[tokens[:, 1:]].sum()
     total = torch.zeros((), device=tokens.device)
     for part in tokens.chunk(MICRO_BATCHES):
         hidden = model.model(input_ids=part).last_hidden_state[:, :-1].flatten(0, 1)
         loss = head_loss(hidden, model.lm_head.weight, part[:, 1:].flatten(), class_weight, denominator)
-        loss.backward()
+        backward(loss)
         total += loss.detach()
     return total
+
+
+def deepspeed_backward(model, optimizer, machine, batch, dtype):
+    """Backward and step of a micro-batch under DeepSpeed, which accumulates gradients and steps once per
+    batch."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.gpu else "cpu")
+    import deepspeed
+
+    sharded_training.start(machine)
+    config = {
+        "train_micro_batch_size_per_gpu": batch // MICRO_BATCHES,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+
+    def backward(loss):
+        # The engine divides by the number of micro-batches.
+        engine.backward(loss * MICRO_BATCHES)
+        engine.step()
+
+    return backward
 
 
 # --- a run --------------------------------------------------------------------------------------------------
@@ -132,17 +163,21 @@ def measure(cell, machine):
     batches = text.batches(machine, vocabulary, steps, given["batch"], given["sequence"])
     generator = torch.Generator().manual_seed(2)
     class_weight = (0.5 + torch.rand(vocabulary, generator=generator)).to(machine.device)
-    losses = []
+    losses, backward = [], torch.Tensor.backward
+    under_deepspeed = DEEPSPEED in cell.size
+    if under_deepspeed:
+        backward = deepspeed_backward(model, optimizer, machine, given["batch"], given["dtype"])
     context = liger.use_backend(training.backend(machine)) if method == "liger" else contextlib.nullcontext()
     with context:
         for tokens in batches:
             if given["weighted"]:
-                loss = weighted_step(model, tokens, class_weight, WEIGHTED.get(method, _plain))
+                loss = weighted_step(model, tokens, class_weight, WEIGHTED.get(method, _plain), backward)
             else:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            if not under_deepspeed:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
     return {"losses": torch.stack(losses).float().tolist()}
 

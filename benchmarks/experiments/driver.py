@@ -9,23 +9,23 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liger_bench.devices.processes import count_gpus, may_fork
+from liger_bench.devices.processes import count_gpus, elsewhere, may_fork
+from liger_bench.reports import stale
 
-from . import experiment, launch, results
+from . import experiment, launch, results, text
+from .cells import Machine
 from .measurement import Measurement
 
 # Statuses that hold for larger sizes of the same ladder, too.
 INHERITED = ("oom", "timeout")
-# A cell is not started with less time left than this, in seconds.
-LEAST = 15
 # Seconds for which one running cell is waited for before the next is asked.
 POLL = 0.05
 
 
 @dataclass
 class Run:
-    """Options of a run. ``only`` and ``sizes`` select cells by name; ``retry`` measures failed cells
-    again."""
+    """Options of a run. ``only`` and ``sizes`` select cells by name; ``retry`` measures failed cells again,
+    ``stale`` those of other code."""
 
     folder: Path
     cache: Path
@@ -33,6 +33,7 @@ class Run:
     only: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     retry: bool = False
+    stale: bool = False
     deadline: float = float("inf")
     gpus: int = field(default_factory=count_gpus)
     fork: bool | None = None  # None: where that is safe
@@ -53,47 +54,33 @@ def selected(run, name):
     ]
 
 
-def is_done(result, cell, retry=False):
-    record = result["cells"].get(cell.key)
-    if record is None:
-        return False
-    # Packages can be installed later.
-    return record["status"] == "ok" or not (retry or (record["status"] == "missing" and not cell.missing()))
-
-
-def without_measuring(result, cell, known):
-    """The record of a cell whose result follows from others, or from what is not installed; else None."""
+def without_measuring(cell, every, current):
+    """The record of a cell whose result follows from ``current`` ones, or from what is not installed; else
+    None."""
     missing = cell.missing()
     if missing:
         return {"status": "missing", "reason": f"not installed: {', '.join(missing)}"}
-    for other in known:
-        record = result["cells"].get(other.key, {})
+    for other in every:
+        record = current.get(other.key, {})
         if other != cell and record.get("status") in INHERITED and cell.follows(other):
             reason = f"not tried: {record['status']} at {other.size}"
             return {"status": record["status"], "inferred": True, "reason": reason}
     return None
 
 
-def expected_seconds(result, cell, every):
-    """How long a cell will take: as long as the largest smaller one of its ladder, in proportion to the
-    size."""
-    known = [
-        (other.order, record["seconds"])
-        for other in every
-        if cell.follows(other)
-        and (record := result["cells"].get(other.key, {})).get("status") == "ok"
-        and other.order > 0
-    ]
-    if not known:
-        return LEAST
-    order, seconds = max(known)
-    return max(LEAST, seconds * cell.order / order)
+def expected_seconds(cell, every, records):
+    """How long a cell will take: as long as last time; none if a smaller one lacked memory then."""
+    last = records.get(cell.key, {})
+    if last.get("seconds") is not None:
+        return last["seconds"]
+    known = without_measuring(cell, every, records)
+    return 0.0 if known is not None and known.get("inferred") else cell.expected
 
 
 def fill(run, names, say=print):
     """Measures the missing cells of these experiments; returns the number of cells that are left.
 
-    One cell at a time, or with ``run.parallel`` one on each GPU; one of several GPUs has all of them.
+    One cell at a time, or with ``run.parallel`` one on each GPU; one of several GPUs has as many of them.
     """
     if run.fork is None:
         run.fork = may_fork(launch.PRELOAD)
@@ -102,12 +89,15 @@ def fill(run, names, say=print):
                 "an imported package has initialised the CUDA driver: processes start anew, which takes longer"
             )
     sheets = [Sheet(run, name, say) for name in names]
+    if not run.tiny and any(sheet.todo for sheet in sheets):
+        # Once, instead of in each of the first cells.
+        elsewhere(text.prepare, Machine("cpu", False, run.cache))
     waiting = [(sheet, cell) for sheet in sheets for cell in sheet.todo]
-    free = list(range(run.gpus if run.parallel else 1))
+    free = list(range(max(run.gpus, 1)))
     running = {}
     try:
         while waiting or running:
-            waiting = _start_what_fits(waiting, free, running)
+            waiting = _start_what_fits(run, waiting, free, running)
             if running:
                 _finish_one(free, running)
     finally:
@@ -116,20 +106,25 @@ def fill(run, names, say=print):
     return sum(sheet.finish() for sheet in sheets)
 
 
-def _start_what_fits(waiting, free, running):
-    """Starts cells on free GPUs, and returns those that still wait."""
+def _start_what_fits(run, waiting, free, running):
+    """Starts cells on free GPUs, and returns those that still wait.
+
+    A cell of several GPUs that are not free yet holds back all after it, or it would wait for all of them.
+    One that is to be alone holds back none: it waits until nothing runs.
+    """
     kept = []
-    for sheet, cell in waiting:
+    for index, (sheet, cell) in enumerate(waiting):
         # A smaller cell may yet show that this one needs too much memory.
         depends = any(other is sheet and cell.follows(m.cell) for other, m in running.values())
-        fits = bool(free) if cell.gpus == 1 else not running
-        if depends or not fits:
+        crowded = cell.alone or not run.parallel or any(m.cell.alone for _, m in running.values())
+        if running and (depends or crowded):
             kept.append((sheet, cell))
             continue
-        gpu = free[0]
-        measurement = sheet.begin(cell, gpu)
+        if running and len(free) < cell.gpus <= max(run.gpus, 1):
+            return kept + waiting[index:]
+        taken = free[: cell.gpus]
+        measurement = sheet.begin(cell, taken)
         if measurement is not None:
-            taken = list(free) if cell.gpus > 1 else [gpu]
             del free[: len(taken)]
             running[tuple(taken)] = sheet, measurement
     return kept
@@ -142,6 +137,7 @@ def _finish_one(free, running):
             if measurement.wait(POLL):
                 del running[taken]
                 free.extend(taken)
+                free.sort()
                 sheet.add(measurement.cell, measurement.end())
                 return
 
@@ -149,27 +145,46 @@ def _finish_one(free, running):
 class Sheet:
     """The results of one experiment, and its cells that are to be measured."""
 
-    def __init__(self, run, name, say):
+    def __init__(self, run, name, say=print):
         self.run, self.name, self.say = run, name, say
         self.path = results.path_of(run.folder, name, run.tiny)
         self.result = results.load(self.path, name, run.tiny)
         self.every = experiment(name).cells(run.tiny)
-        self.todo = [cell for cell in selected(run, name) if not is_done(self.result, cell, run.retry)]
+        keys = {cell.key for cell in self.every}
+        # Without cells that are no longer part of the experiment.
+        records = {key: record for key, record in self.result["cells"].items() if key in keys}
+        self.result["cells"] = records
+        # The records that count: with run.stale those of the present code.
+        self.current = {k: r for k, r in records.items() if not (run.stale and stale.is_stale(name, r))}
+        # Those of several GPUs first: fewer of them are idle than if others came between.
+        todo = [cell for cell in selected(run, name) if not self._is_done(cell)]
+        self.todo = sorted(todo, key=lambda cell: -cell.gpus)
         self.left = []
 
-    def begin(self, cell, gpu):
+    def _is_done(self, cell):
+        record = self.current.get(cell.key)
+        if record is None:
+            return False
+        # Packages can be installed later.
+        failed = record["status"] != "ok"
+        return not (failed and (self.run.retry or (record["status"] == "missing" and not cell.missing())))
+
+    def expected(self, cell):
+        return min(expected_seconds(cell, self.every, self.result["cells"]), cell.seconds)
+
+    def begin(self, cell, gpus):
         """A Measurement; None if the cell needs none, or if there is no time or GPU for it."""
-        record = without_measuring(self.result, cell, self.every)
-        if record is not None:
+        record = without_measuring(cell, self.every, self.current)
+        last = self.result["cells"].get(cell.key)
+        if record is not None and not (record["status"] == "missing" and last is not None):
             self.add(cell, {**record, "seconds": 0.0})
             return None
         run = self.run
         lacks_gpus = not run.tiny and 0 < run.gpus < cell.gpus
-        expected = min(expected_seconds(self.result, cell, self.every), cell.seconds)
-        if lacks_gpus or run.deadline - time.monotonic() < expected:
+        if record is not None or lacks_gpus or run.deadline - time.monotonic() < self.expected(cell):
             self.left.append(cell)
             return None
-        return Measurement(run, self.name, cell, gpu)
+        return Measurement(run, self.name, cell, gpus)
 
     def add(self, cell, record):
         """Saves the record of a cell; None: the time limit has cut it off."""
@@ -177,7 +192,9 @@ class Sheet:
             self.left.append(cell)
             return
         self.run.facts = record.pop("facts", self.run.facts)
+        record["code"] = stale.digest_of(self.name, cell.method, cell.size)
         results.add(self.result, self.path, cell, record, self.run.facts)
+        self.current[cell.key] = self.result["cells"][cell.key]
         detail = "" if record["status"] == "ok" else f" ({record['reason'].splitlines()[0][:120]})"
         self.say(f"{self.name} {cell.key}: {record['status']}{detail}, {record['seconds']:.1f} s")
 
@@ -186,10 +203,12 @@ class Sheet:
         if not self.left:
             self.say(f"{self.name}: complete, {self.path}")
             return 0
-        self.say(
-            f"{self.name}: {len(self.left)} cells left: {', '.join(cell.key for cell in self.left[:12])}"
-        )
+        names = ", ".join(cell.key for cell in self.left[:12])
+        self.say(f"{self.name}: {len(self.left)} cells left: {names}")
         most = max(cell.gpus for cell in self.left)
         if most > max(self.run.gpus, 1) and not self.run.tiny:
             self.say(f"{self.name}: some need {most} GPUs, here are {self.run.gpus}")
+        lacking = sorted({name for cell in self.left for name in cell.missing()})
+        if lacking:
+            self.say(f"{self.name}: not installed: {', '.join(lacking)}")
         return len(self.left)

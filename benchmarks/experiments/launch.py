@@ -109,16 +109,16 @@ class Started:
         self._process.kill()
 
 
-def _visible(gpu):
-    """The environment variable of a process that sees one of the GPUs that this one sees."""
+def _visible(gpus):
+    """The environment variable of a process that sees these of the GPUs that this one sees."""
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": seen[gpu] if seen else str(gpu)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)}
 
 
-def start(name, cell, record, log, *, tiny, cache, with_facts, fork, gpu):
-    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no
-    other, because the Trainer would spread a model over all that it sees."""
-    variables = _visible(gpu) if cell.gpus == 1 else {}
+def start(name, cell, record, log, *, tiny, cache, with_facts, fork, gpus):
+    """A Forked or Started that measures this cell of experiment ``name`` and sees no other GPU than its
+    own."""
+    variables = _visible(gpus)
     if fork:
         return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log, variables)
     command = [sys.executable]

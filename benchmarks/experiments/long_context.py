@@ -13,21 +13,21 @@ from liger_bench.models import sizes as model_sizes
 from liger_bench.models.contestants import Contestant
 
 from . import pictures, sharded_training, tables, training
-from .cells import Cell, Experiment
+from .cells import Cell, Experiment, expected_seconds, packages
 
 ZERO = "1B, ZeRO-3"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
 # Planned checkpointing in the memory of the GPU, which keeps the attention of layers where there is room, and
 # the same with inputs of layers in host memory. -> ``offload``.
-PLANNED = {"liger, planned": None, "liger, tiled MLP, planned": None, "liger, tiled MLP, offload": True}
+PLANNED = {"liger, tiled MLP, planned": None, "liger, tiled MLP, offload": True}
 TINY_MEMORY = 1 << 30
 WIDE = replace(
     model_sizes.FULL_8B,
     config={**model_sizes.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
 )
 LENGTHS = (8192, 32768, 131072)
-MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (2, 8)
 
 
 def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
@@ -36,10 +36,11 @@ def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
         f"{part} {batch}x{sequence}",
         batch * sequence,
         {"batch": batch, "sequence": sequence, "model": model, "part": part},
-        (*needs, *(("liger_kernel", "triton") if method == "liger-kernel" else ())),
+        (*needs, *packages(method)),
         gpus,
         ladder=f"{method} {part}",
         seconds=240,
+        expected=expected_seconds(model, batch, sequence, method, 8 if method in PLANNED else 2),
     )
 
 
@@ -47,12 +48,19 @@ def cells(tiny):
     lengths, batches = ((8, 32), (2,)) if tiny else (LENGTHS, MICRO_BATCHES)
     made = []
     for part, model in (("1B", "1b"), ("4 layers of 8B's width", "wide")):
-        made += [_cell(m, part, 1, t, model) for t in lengths for m in METHODS]
-    made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for b in batches for m in (*METHODS, *PLANNED)]
-    two = [(t, m) for t in lengths for m in METHODS if m != "liger-kernel"]
-    two = two[-1:] if tiny else two
-    made += [_cell(m, "1B, FSDP2", 1, t, "1b", 2) for t, m in two]
-    made += [_cell(m, ZERO, 1, t, "1b", 2, ("deepspeed",)) for t, m in two]
+        made += [
+            _cell(m, part, 1, t, model)
+            for t in lengths
+            for m in METHODS
+            if m != "liger-kernel" or model == "1b"
+        ]
+    for b in batches:
+        # A plan is for what is left beside a large batch.
+        methods = METHODS if b == batches[0] and not tiny else (*METHODS, *PLANNED)
+        made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for m in methods]
+    for length in lengths[-1:] if tiny else lengths:
+        made += [_cell(m, "1B, FSDP2", 1, length, "1b", 2) for m in ("transformers", "liger", TILED)]
+        made += [_cell(m, ZERO, 1, length, "1b", 2, ("deepspeed",)) for m in ("transformers", TILED)]
     return made
 
 
@@ -64,13 +72,12 @@ def _planned(method, machine):
         memory = TINY_MEMORY if machine.tiny else "auto"
         return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=tiled), memory, offload=offload)
 
-    context = partial(liger.use_backend, training.backend(machine))
-    return Contestant(method, "ours", prepare, context, warm_up=8, is_planned=True)
+    return Contestant(prepare, training.context(machine), warm_up=8)
 
 
 def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
-    size = replace(WIDE if wide else training.size_of("1b", machine), warm_up=1, burst=1)
+    size = WIDE if wide else training.size_of("1b", machine)
     if cell.method in PLANNED:
         entered = _planned(cell.method, machine)
     elif cell.method == TILED:

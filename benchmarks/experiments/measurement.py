@@ -18,10 +18,10 @@ class Measurement:
         run: the options of the run, a ``driver.Run``.
         name: of the experiment.
         cell: the Cell.
-        gpu: the GPU of a cell with one, counted among those that this process sees.
+        gpus: its GPUs, counted among those that this process sees.
     """
 
-    def __init__(self, run, name, cell, gpu=0):
+    def __init__(self, run, name, cell, gpus=(0,)):
         self.cell = cell
         self._folder = tempfile.TemporaryDirectory(prefix="liger-experiment-")
         self._record, self._log = (Path(self._folder.name) / part for part in ("record.json", "log"))
@@ -29,7 +29,7 @@ class Measurement:
         self._left = run.deadline - self._begin
         self._child = launch.start(
             name, cell, self._record, self._log, tiny=run.tiny, cache=run.cache, with_facts=run.facts is None,
-            fork=run.fork, gpu=gpu,
+            fork=run.fork, gpus=gpus,
         )  # fmt: skip
 
     def wait(self, seconds):

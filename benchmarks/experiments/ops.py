@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """E1: time and memory of every op over its sweep, by the rows of ``benchmarks/run.py --sweep``."""
 
-import liger_bench
 from liger_bench import measure as bench
 from liger_bench import suite
 from liger_bench.harness import Options
+from liger_bench.reports.verdict import time_of
 
 from . import pictures, tables
 from .cells import Cell, Experiment
 
-# Heads, post-training losses and the tiled MLP have experiments of their own.
-OPS = tuple(op for op in liger_bench.OPS if op not in ("heads", "preference", "tiled_mlp", "logprobs"))
-FIRST = ("cross_entropy", "rms_norm", "swiglu", "geglu", "rope", "layer_norm", "fused_linear_ce")
+# The ops of the source. Others are in E17.
+OPS = ("cross_entropy", "rms_norm", "swiglu", "geglu", "rope", "layer_norm", "fused_linear_ce")
 # The rows of an op that are measured: a sweep of forward and backward alone is in benchmarks/run.py --sweep.
 WORK = "forward and backward"
 # Times within this factor are equal: medians of two runs differ as much.
@@ -27,20 +26,21 @@ SHOWN = {
 
 
 def cells(tiny):
-    ops = [*FIRST, *(op for op in OPS if op not in FIRST)]
-    if tiny:
-        ops = ["swiglu"]
-    return [Cell(op, "sweep", seconds=420) for op in ops]
+    return [Cell(op, "sweep", seconds=420, expected=40.0) for op in (OPS[2:3] if tiny else OPS)]
 
 
-def measure(cell, machine):
-    options = Options(
+def options_of(machine, sweep=False):
+    return Options(
         device=machine.device,
         size="self-test" if machine.tiny else "full",
         backends=("torch",) if machine.tiny else ("cuda",),
-        compile=not machine.tiny,
-        sweep=True,
+        compile=sweep and not machine.tiny,
+        sweep=sweep,
     )
+
+
+def measure(cell, machine):
+    options = options_of(machine, sweep=True)
     device = bench.Gpu() if machine.gpu else bench.Cpu()
     rows = []
     for row in suite.rows_of([cell.method], options)[1:]:
@@ -58,20 +58,26 @@ def _short(record):
     return {name: record[name] for name in ("name", "work", "shape")} | {"providers": providers}
 
 
-def best(row, prefix):
-    """Of the measured providers whose name begins so, the one with least memory among the fastest; None
-    without any.
+def best(row, prefix, prefixes=()):
+    """Of the measured providers whose name begins so, and not with a longer one of ``prefixes``, the one with
+    least memory among the fastest; None without any.
 
     Some ops have a second form that overwrites its inputs, as fast as the first within the noise.
     """
+    longer = tuple(other for other in prefixes if len(other) > len(prefix) and other.startswith(prefix))
     found = [
-        p for n, p in row["providers"].items() if n.startswith(prefix) and p["status"] == "ok" and "ms" in p
+        p
+        for n, p in row["providers"].items()
+        if n.startswith(prefix)
+        and not n.startswith(longer)
+        and p["status"] == "ok"
+        and time_of(p) is not None
     ]
     if not found:
         return None
-    fastest = min(p["ms"]["median"] for p in found)
-    equal = [p for p in found if p["ms"]["median"] <= AS_FAST * fastest]
-    return min(equal, key=lambda p: (p.get("peak_mib") or 0, p["ms"]["median"]))
+    fastest = min(map(time_of, found))
+    equal = [p for p in found if time_of(p) <= AS_FAST * fastest]
+    return min(equal, key=lambda p: (p.get("peak_mib") or 0, time_of(p)))
 
 
 def _text(provider):
@@ -101,19 +107,16 @@ def table(result):
     return "\n\n".join(parts)
 
 
-def behind(rows):
+def behind(rows, shown=SHOWN):
     """The other methods that are faster or need less memory than liger, in how many rows, and by how much at
     most."""
     found = []
-    for label, prefix in SHOWN.items():
-        pairs = [
-            (ours, theirs) for row in rows if (ours := best(row, "liger[")) and (theirs := best(row, prefix))
-        ]
-        faster = [o["ms"]["median"] / t["ms"]["median"] for o, t in pairs]
-        faster = [ratio for ratio in faster if ratio > AS_FAST]
-        peaks = [
-            (o["peak_mib"], t["peak_mib"]) for o, t in pairs if None not in (o["peak_mib"], t["peak_mib"])
-        ]
+    for label, prefix in shown.items():
+        every = [(best(row, "liger["), best(row, prefix, shown.values())) for row in rows]
+        pairs = [pair for pair in every if None not in pair]
+        faster = [ratio for o, t in pairs if (ratio := time_of(o) / time_of(t)) > AS_FAST]
+        peaks = [(o.get("peak_mib"), t.get("peak_mib")) for o, t in pairs]
+        peaks = [pair for pair in peaks if None not in pair]
         saved = [ours - theirs for ours, theirs in peaks if ours > AS_FAST * theirs]
         many = f"of {len(pairs)} rows"
         if faster:

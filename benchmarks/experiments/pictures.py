@@ -8,9 +8,7 @@ import re
 import statistics
 import textwrap
 
-from liger_bench.models.report import GIB
-
-from .results import cells_of, ordered
+from .results import GIB, cells_of, ordered
 
 # The colour-blind safe palette of Okabe and Ito.
 COLORS = {

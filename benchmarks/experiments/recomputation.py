@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import liger
 from liger.transformers.checkpointing.checkpoint import planners
 from liger_bench.models.contestants import Contestant, adamw, in_backward
-from liger_bench.models.report import GIB
 
 from . import pictures, tables, training
-from .cells import Cell, Experiment
+from .cells import Cell, Experiment, expected_seconds, packages
+from .results import GIB
 
 PLAN, OFFLOAD, RELEASE = "liger, plan", "liger, plan, offload", "liger, plan, offload, released gradients"
-THEIR_OFFLOAD = "transformers, offload"
-METHODS = ("transformers", THEIR_OFFLOAD, "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE)
+METHODS = ("transformers", "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE)
 # Steps after which a plan is final; of steps that take a quarter of a minute the fourth is close to it.
 WARM_UP, LONG_WARM_UP, LONG = 7, 4, 2**17
 # A memory that no plan of a tiny model reaches.
@@ -38,13 +37,15 @@ class Row:
 
 ROWS = (
     Row(4, 8192, (14.8, 12.0, 12.0)),
-    Row(1, 131072, (37.0, 20.0, 17.5)),
     Row(1, 32768, (14.8, 12.0, 12.0)),
     Row(32, 1024, (17.6, 12.0, None)),
-    Row(4, 65536, (None, 30.0, None)),
-    Row(512, 1024, (None, 51.0, None)),
+    Row(1, 131072, (37.0, 20.0, None)),
 )
 TINY_ROWS = (Row(2, 16, (TINY_MEMORY,) * 3), Row(1, 32, (TINY_MEMORY, TINY_MEMORY, None)))
+
+
+def _warm_up(tokens):
+    return LONG_WARM_UP if tokens >= LONG else WARM_UP
 
 
 def cells(tiny):
@@ -57,10 +58,13 @@ def cells(tiny):
                 f"{row.batch}x{row.sequence}",
                 row.tokens,
                 {"batch": row.batch, "sequence": row.sequence, "memory": memories.get(method)},
-                ("liger_kernel", "triton") if method == "liger-kernel" else (),
+                packages(method),
                 # A batch that has no memory for one length may have it for another.
                 ladder=f"{method} {row.batch}x{row.sequence}",
                 seconds=240,
+                expected=expected_seconds(
+                    "1b", row.batch, row.sequence, method, _warm_up(row.tokens) if memories.get(method) else 2
+                ),
             )
             for method in METHODS
             if memories.get(method, 0) is not None
@@ -70,28 +74,17 @@ def cells(tiny):
 
 def contestant(cell, machine):
     """Every layer is recomputed by ``transformers``, ``liger-kernel`` and ``liger``."""
-    if cell.method == THEIR_OFFLOAD:
-        return Contestant(THEIR_OFFLOAD, "other", _offloading, checkpointing=False)
     if cell.settings["memory"] is None:
         if cell.method == "liger":
             return training.patched(machine, recompute=True)
         return training.contestant(cell.method, machine)
     tokens = cell.settings["batch"] * cell.settings["sequence"]
     return Contestant(
-        cell.method,
-        "ours",
         functools.partial(_planned, memory=int(cell.settings["memory"] * GIB), offload=cell.method != PLAN),
-        functools.partial(liger.use_backend, training.backend(machine)),
-        warm_up=LONG_WARM_UP if tokens >= LONG else WARM_UP,
+        training.context(machine),
+        warm_up=_warm_up(tokens),
         optimizer=in_backward(adamw) if cell.method == RELEASE else adamw,
     )
-
-
-def _offloading(model):
-    if not hasattr(model, "activation_checkpointing_enable"):
-        raise NotImplementedError("this transformers has no activation_checkpointing_enable(offload=True)")
-    model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-    return model
 
 
 def _planned(model, memory, offload):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables and pictures of result files: beside them, and in docs/lab/experiments.md."""
+"""Tables and pictures of result files: beside them, and in the pages that have them."""
 
 import importlib.util
 import os
@@ -7,9 +7,10 @@ import re
 import textwrap
 
 from liger_bench.environment import CHECKOUT
+from liger_bench.reports import stale
 from liger_bench.reports.chart import save
 
-from . import MODULES, experiment, results, tables
+from . import MODULES, experiment, results, summary, tables
 
 PAGE = CHECKOUT / "docs" / "lab" / "experiments.md"
 IMAGES = CHECKOUT / "docs" / "images"
@@ -58,8 +59,18 @@ def section(folder, name, images=IMAGES, page=PAGE):
     for suffix, path in _pictures(result, images / f"experiment-{name}").items():
         parts.append(f"![{name}, {suffix}]({os.path.relpath(path, page.parent)})")
     data = os.path.relpath(source, page.parent)
-    text = "\n\n".join([*parts, _text(result), f"Data: [{source.name}]({data})."])
+    text = "\n\n".join([*parts, _text(result), f"Data: [{source.name}]({data}).{_state(result)}"])
     return "\n".join(map(_wrapped, text.split("\n")))
+
+
+def _state(result):
+    """How many cells are of an earlier commit, or missing."""
+    name, cells = result["experiment"], result["cells"]
+    every = experiment(name).cells(False)
+    old = sum(stale.is_stale(name, record) for record in cells.values())
+    absent = sum(cell.key not in cells for cell in every)
+    text = f" Of an earlier state of the code: {old} of {len(cells)} cells." if old else ""
+    return text + (f" Not measured yet: {absent}." if absent else "")
 
 
 def _wrapped(line):
@@ -75,12 +86,22 @@ def markers(name):
 
 def write_docs(folder, page=PAGE, images=IMAGES):
     """Renders the results in ``folder`` between the markers of the page."""
+    _fill(page, {name: section(folder, name, images, page) for name in MODULES})
+
+
+def write_summaries(folder):
+    """Renders the tables of README and docs/start/speed.md."""
+    for page, blocks in summary.blocks(folder).items():
+        _fill(page, {name: "\n".join(map(_wrapped, text.split("\n"))) for name, text in blocks.items()})
+
+
+def _fill(page, blocks):
     text = page.read_text()
-    for name in MODULES:
+    for name, block in blocks.items():
         first, last = markers(name)
         pattern = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.S)
         if not pattern.search(text):
             raise ValueError(f"{page}: no markers {first} and {last}")
-        made = f"{first}\n\n{section(folder, name, images, page)}\n\n{last}"
+        made = f"{first}\n\n{block}\n\n{last}"
         text = pattern.sub(lambda _, made=made: made, text)
     results.write_text(page, text)

@@ -5,6 +5,7 @@ import json
 import os
 
 SCHEMA = 1
+GIB = 1 << 30
 
 
 def path_of(folder, name, tiny):
@@ -32,13 +33,19 @@ def write_text(path, text):
 
 
 def add(result, path, cell, record, facts=None):
-    """Adds the record of a cell, with the index of its environment, and saves the result."""
+    """Adds the record of a cell, with the index of its environment, and saves the result without environments
+    that no cell has any more."""
     if facts is not None and not record.get("inferred") and record["status"] != "missing":
         if facts not in result["environments"]:
             result["environments"].append(facts)
         record |= {"environment": result["environments"].index(facts)}
     identity = {"method": cell.method, "size": cell.size, "order": cell.order, "gpus": cell.gpus}
     result["cells"][cell.key] = {**identity, **record}
+    used = sorted({c["environment"] for c in result["cells"].values() if "environment" in c})
+    result["environments"] = [result["environments"][index] for index in used]
+    for other in result["cells"].values():
+        if "environment" in other:
+            other["environment"] = used.index(other["environment"])
     write_text(path, dumps(result))
 
 

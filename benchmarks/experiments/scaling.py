@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""E15: 1, 2, 4 and 8 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much
+"""E15: 1, 2 and 4 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much
 work for each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
 
 Every step also counts the bytes that a rank sends (liger_bench.devices.traffic).
@@ -10,36 +10,30 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-import liger
 from liger_bench.devices import on_ranks, traffic, ulysses, vocabulary
-from liger_bench.devices.vocabulary_report import ONE, SHARDED
+from liger_bench.devices.vocabulary import ONE, SHARDED
 from liger_bench.harness import Options
-from liger_bench.models.contestants import Contestant
 
 from . import sharded_training, tables, text, training
 from .cells import Cell, Experiment
 
 HEAD, WEAK, LONG = "head", "FSDP2", "one sequence"
-GPUS = (1, 2, 4, 8)
-HEADS = tuple((op, tokens, 4096, 128256) for op in vocabulary.OPS for tokens in (8192, 16384))
+GPUS = (1, 2, 4)
+HEADS = tuple((op, 16384, 4096, 128256) for op in vocabulary.OPS)
 # Model -> (batch, sequence) of each GPU.
 WEAK_SHAPES = {"1b": (16, 1024), "8b": (16, 512)}
-WEAK_METHODS = ("transformers", "liger-kernel", "liger")
-TILED, PLANNED = "liger, tiled MLP", "liger, tiled MLP, planned checkpointing"
-LENGTHS = (131072, 262144, 524288)
-# Of the GPU; the rest is for the framework, NCCL and fragments.
-PLANNED_SHARE = 0.85
-# Steps of a sequence from this length on are warmed up and measured once.
-LONG_STEP = 262144
+TILED = "liger, tiled MLP"
+LENGTH = 131072
 
 
 def _cell(part, method, what, gpus, order, seconds, **settings):
     size = f"{part} {what}, {gpus} GPU{'s' * (gpus > 1)}"
-    needs = ("liger_kernel", "triton") if method == "liger-kernel" else ()
     settings |= {"part": part, "what": what}
     # Other numbers of GPUs need another memory: only longer sequences follow from shorter ones.
     ladder = f"{method} {part} {gpus}" if part == LONG else f"{method} {size}"
-    return Cell(method, size, order, settings, needs, gpus, seconds, ladder)
+    return Cell(
+        method, size, order, settings, (), gpus, seconds, ladder, 16.0 + 40.0 / gpus if part == LONG else 12.0
+    )
 
 
 def cells(tiny):
@@ -54,12 +48,12 @@ def cells(tiny):
         for model, (batch, sequence) in ({"1b": (2, 16)} if tiny else WEAK_SHAPES).items():
             what = f"{model.upper()} {batch}x{sequence}"
             given = {"model": model, "batch": batch, "sequence": sequence}
-            made += [_cell(WEAK, m, what, gpus, gpus, 240, **given) for m in WEAK_METHODS]
-        if gpus > 1:
-            for length in (32,) if tiny else LENGTHS:
-                given = {"model": "8b", "batch": 1, "sequence": length}
-                methods = (TILED,) if tiny or length >= LONG_STEP else (TILED, PLANNED)
-                made += [_cell(LONG, m, f"8B 1x{length}", gpus, length, 450, **given) for m in methods]
+            if gpus < 4 or model == "1b":
+                made.append(_cell(WEAK, "liger", what, gpus, gpus, 240, **given))
+        if gpus == 2:
+            length = 32 if tiny else LENGTH
+            given = {"model": "1b", "batch": 1, "sequence": length}
+            made.append(_cell(LONG, TILED, f"1B 1x{length}", gpus, length, 450, **given))
     return made
 
 
@@ -80,16 +74,9 @@ class OnSequence(training.Training):
         return loss.detach()
 
 
-def _planned(model):
-    memory = int(PLANNED_SHARE * torch.cuda.get_device_properties().total_memory)
-    return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=True), memory)
-
-
 def _contestant(method, machine):
     if method == TILED:
         return training.patched(machine, tiled_mlp=True)
-    if method == PLANNED:
-        return Contestant(PLANNED, "ours", _planned, warm_up=8, is_planned=True)
     return training.contestant(method, machine)
 
 
@@ -122,7 +109,7 @@ def _step(cell, machine):
     given, long = cell.settings, cell.settings["part"] == LONG
     size = training.size_of(given["model"], machine)
     if long and not machine.tiny:
-        size = replace(size, config={**size.config, "max_position_embeddings": max(LENGTHS)})
+        size = replace(size, config={**size.config, "max_position_embeddings": LENGTH})
     made = (OnSequence if long else training.Training)(_contestant(cell.method, machine), size, machine)
     ranks, rank = cell.gpus, dist.get_rank()
     count = training.STEPS * (1 if long else ranks)
@@ -133,18 +120,13 @@ def _step(cell, machine):
         made.build()
         parameters = sum(p.numel() for p in made.model.parameters())
         kept = parameters - sum(p.numel() for p in made.model.model.layers.parameters())
-        if made.contestant.is_planned:
-            warm_up, steps = made.contestant.warm_up, training.STEPS
-        else:
-            once = given["sequence"] >= LONG_STEP
-            warm_up, steps = (1, 1) if once else (training.WARM_UP, training.STEPS)
         on_ranks.shard(made.model, machine.device)
         if machine.gpu:
             torch.cuda.empty_cache()  # Each rank made the whole model in float32.
         made.optimizer = made.make_optimizer(made.model.parameters())
         with traffic.Traffic() as counted:
             made.step(batches[0])
-        record = sharded_training.timed_steps(made.step, batches, machine, steps, warm_up)
+        record = sharded_training.timed_steps(made.step, batches, machine)
     element = torch.empty((), dtype=size.dtype).element_size()
     predicted = traffic.fsdp2(parameters, ranks, kept, element, element)
     config = made.model.config
@@ -158,8 +140,6 @@ def _step(cell, machine):
         # Ranks share the tokens, of which timed_steps counts a batch for each.
         record["tokens_per_second"] /= ranks
     record |= {"sent_bytes": counted.total, "predicted_bytes": predicted}
-    if made.contestant.is_planned:
-        record["plan"] = liger.transformers.patch_report(made.model).checkpointing
     return record
 
 

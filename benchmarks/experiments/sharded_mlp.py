@@ -32,7 +32,7 @@ def measure(cell, machine):
     sharded_training.start(machine)
     sizes = (16, 24) if machine.tiny else (4096, 12288)
     (record,) = bench.measure_lengths(
-        cell.method, [cell.settings["tokens"]], *sizes, 2 if machine.tiny else 9, machine.device
+        cell.method, [cell.settings["tokens"]], *sizes, 2 if machine.tiny else 5, machine.device
     )
     return {"contestants": record["contestants"]}
 

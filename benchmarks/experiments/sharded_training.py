@@ -34,7 +34,13 @@ def largest(values, machine):
 def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.WARM_UP):
     """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
     rank."""
-    losses, times = [step(batches[0]) for _ in range(warm_up)], []
+    begin = time.perf_counter()
+    losses, times = [step(batches[0])], []
+    losses[0].item()
+    (first,) = largest([time.perf_counter() - begin], machine)
+    # Of slow steps one is enough.
+    warm_up, steps = (1, 1) if first > 2 * training.SLOW_STEP else (warm_up, steps)
+    losses += [step(batches[0]) for _ in range(warm_up - 1)]
     if machine.gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,7 @@ lm_head."""
 from liger.cli.plan import SM90, head_memory
 
 from . import tables, text, training
-from .cells import Experiment
+from .cells import Experiment, training_cells
 from .memory_timeline import figure, record_steps
 from .results import cells_of, ordered
 
@@ -15,7 +15,7 @@ BATCHES = (4, 8, 112)
 
 def cells(tiny):
     shapes = [(2, 16)] if tiny else [(b, 1024) for b in BATCHES]
-    return training.cells(METHODS, shapes, lambda batch, sequence: batch)
+    return training_cells(METHODS, shapes, lambda batch, sequence: batch)
 
 
 def measure(cell, machine):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tables of results in Markdown."""
 
-from liger_bench.models.report import GIB
 from liger_bench.models.trainee import SAME_LOSS
 
-from .results import ordered
+from .results import GIB, ordered
 
 # A smaller relative difference is not counted as being behind.
 NOTICED = 0.01
@@ -69,7 +68,7 @@ def behind(result):
     texts = []
     for size in ordered(result, "size"):
         cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
-        ours = [c for c in cells if c["method"].startswith("liger") and c["method"] != "liger-kernel"]
+        ours = [c for c in cells if is_ours(c["method"])]
         for other in (c for c in cells if c not in ours):
             if not ours:
                 break
@@ -84,9 +83,40 @@ def behind(result):
     return f"Where liger is behind: {'; '.join(texts) if texts else 'nowhere in this table'}."
 
 
+def _range(values):
+    low, high = min(values), max(values)
+    return f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+
+
+def gains(result):
+    """One line: tokens per second and peak memory of the fastest of liger, relative to each other method,
+    over the sizes that both have."""
+    found = {}
+    for size in ordered(result, "size"):
+        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
+        ours = [c for c in cells if is_ours(c["method"])]
+        best = max(ours, key=lambda c: c["tokens_per_second"], default=None)
+        for other in (c for c in cells if best is not None and not is_ours(c["method"])):
+            peaks = (best["peak_bytes"], other["peak_bytes"])
+            memory = peaks[0] / peaks[1] if all(peaks) else None
+            speed = best["tokens_per_second"] / other["tokens_per_second"]
+            found.setdefault(other["method"], []).append((speed, memory))
+    texts = []
+    for method, pairs in found.items():
+        memory = [ratio for _, ratio in pairs if ratio is not None]
+        text = f"{method}: {_range([speed for speed, _ in pairs])} times the tokens/s"
+        texts.append(text + (f" in {_range(memory)} of the memory" if memory else ""))
+    return f"liger, the fastest form at each size, vs. {'; vs. '.join(texts)}." if texts else ""
+
+
+def is_ours(method):
+    return method.startswith("liger") and not method.startswith("liger-kernel")
+
+
 def training(result):
     """Tokens per second and peak memory of every method at every size, and the largest sizes that fit."""
     lines = [by_method(result, speed_and_memory, label="batch x tokens")]
+    lines += [gains(result)] if gains(result) else []
     largest = {}
     for method in ordered(result, "method"):
         cells = [c for c in result["cells"].values() if c["method"] == method]

@@ -11,9 +11,13 @@ import torch
 
 from liger.cli._demo_data import batches_of, text_tokens
 
+# The text yields fewer entries of a tokenizer than that, so all larger vocabularies have the same tokens.
+ENTRIES = 1 << 16
+
 
 def tokens_of(machine, vocabulary):
     """Token ids of the text, below ``vocabulary``."""
+    vocabulary = min(vocabulary, ENTRIES)
     size = 1 << 18 if machine.tiny else 12 << 20
     path = machine.cache / f"tokens-{vocabulary}-{size}.pt"
     if not path.is_file():
@@ -28,3 +32,8 @@ def tokens_of(machine, vocabulary):
 def batches(machine, vocabulary, steps, batch, sequence):
     """Token ids (steps, batch, sequence) on the device."""
     return batches_of(tokens_of(machine, vocabulary), steps, batch, sequence).to(machine.device)
+
+
+def prepare(machine):
+    """Fills the cache for vocabularies of ``ENTRIES`` and more."""
+    tokens_of(machine, ENTRIES)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training steps of one method at one size, by the contestants of liger_bench.models.bench_model."""
+"""Training steps of one method at one size, by the contestants of liger_bench.models.contestants."""
 
 import functools
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 
@@ -12,13 +11,11 @@ import liger
 from liger_bench.measure import spread
 from liger_bench.models import sizes as model_sizes
 from liger_bench.models import trainee as model_trainee
-from liger_bench.models.contestants import Contestant, compiled, contestants
+from liger_bench.models.contestants import Contestant, compiled, with_liger_kernel
 
 from . import text
-from .cells import Cell, coarse_first
+from .cells import COMPILED
 
-COMPILED = "transformers, compiled"
-METHODS = ("transformers", "liger-kernel", "liger", COMPILED)
 WARM_UP, STEPS = 2, 3
 # Steps that take longer than this, in seconds, are warmed up and measured once.
 SLOW_STEP = 3.0
@@ -29,72 +26,33 @@ def backend(machine):
 
 
 def contestant(method, machine):
-    """The contestant of bench_model with this name; ``liger`` is it on the backend of the machine."""
-    if method == COMPILED and machine.tiny:
+    """The contestant with this name; ``liger`` is ``liger.patch`` on the backend of the machine."""
+    if method == COMPILED:
         # Inductor takes half a minute on a CPU.
-        return Contestant(COMPILED, "other", functools.partial(compiled, backend="eager"))
-    name = f"liger[{backend(machine)}]" if method == "liger" else method
-    known = {c.name: c for c in contestants([backend(machine)], compile=True)}
-    return known[name]
+        return Contestant(functools.partial(compiled, backend="eager") if machine.tiny else compiled)
+    if method == "liger":
+        return patched(machine)
+    return {"transformers": Contestant(lambda model: model), "liger-kernel": Contestant(with_liger_kernel)}[
+        method
+    ]
 
 
 def patched(machine, **options):
     """A contestant: ``liger.patch`` with these options."""
-    return Contestant(
-        "liger",
-        "ours",
-        lambda model: liger.patch(model, **options),
-        functools.partial(liger.use_backend, backend(machine)),
-    )
+    return Contestant(lambda model: liger.patch(model, **options), context(machine))
 
 
-def cells(methods, shapes, order, seconds=150.0, **settings):
-    """Cells of every method at every (batch, sequence); ``order`` says by which number memory grows.
-
-    A compiled model takes long to start, so it comes last.
-    """
-    pairs = [(m, s) for s in coarse_first(shapes) for m in methods if m != COMPILED]
-    pairs += [(m, s) for s in coarse_first(shapes) for m in methods if m == COMPILED]
-    return [
-        Cell(
-            method,
-            f"{batch}x{sequence}",
-            order(batch, sequence),
-            {"batch": batch, "sequence": sequence, **settings},
-            ("liger_kernel", "triton") if method == "liger-kernel" else (),
-            seconds=2 * seconds if method == COMPILED else seconds,
-        )
-        for method, (batch, sequence) in pairs
-    ]
-
-
-def cells_of_kinds(methods, needs, tiny):
-    """Cells of every method for each kind of training, whose packages ``needs`` has by name, at 4 x 1024
-    tokens."""
-    batch, sequence = (2, 16) if tiny else (4, 1024)
-    return [
-        Cell(
-            method,
-            kind,
-            order,
-            {"batch": batch, "sequence": sequence},
-            packages + (("liger_kernel", "triton") if method == "liger-kernel" else ()),
-            ladder=f"{method} {kind}",
-            seconds=240,
-        )
-        for order, (kind, packages) in enumerate(needs.items())
-        for method in methods
-    ]
+def context(machine):
+    """What makes the context of a contestant of liger."""
+    return functools.partial(liger.use_backend, backend(machine))
 
 
 class Training(model_trainee.Trainee):
-    """A Trainee whose errors are not caught: they are the result of its process."""
+    """A Trainee on this machine."""
 
     def __init__(self, contestant, size, machine):
         super().__init__(contestant, size, machine.device.partition(":")[0])
         self.machine = machine
-        if self.failure is not None:
-            raise ImportError(self.failure[1])
 
     def measured(self, batches, steps=STEPS):
         """The record of some steps after a warm-up, of fewer where they are slow. ``losses`` are of all
@@ -117,7 +75,7 @@ class Training(model_trainee.Trainee):
         for _ in range(0 if first > 2 * SLOW_STEP else WARM_UP - 1):
             self.warm_up(batches)
         for i in range(steps):
-            self.burst(batches, i)
+            self.measure(batches[i % len(batches)])
             if sum(self.samples) > 1e3 * SLOW_STEP:
                 break
         tokens = batches[0].numel()
@@ -136,11 +94,11 @@ class Training(model_trainee.Trainee):
 
 
 def size_of(model, machine):
-    """The Size of bench_model with this name in SIZES, or its tiny one."""
-    return replace(model_sizes.size_of(model, machine.tiny), warm_up=1, burst=1)
+    """The Size with this name in SIZES, or its tiny one."""
+    return model_sizes.size_of(model, machine.tiny)
 
 
-def measure(cell, machine, entered=None, size=None):
+def measure(cell, machine, entered=None, size=None, steps=STEPS):
     """Training steps of the model, batch and sequence of the cell's settings, or of a model of another
     size."""
     given = cell.settings
@@ -149,4 +107,4 @@ def measure(cell, machine, entered=None, size=None):
     batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
     with training.contestant.context():
         training.build()
-        return training.measured(batches)
+        return training.measured(batches, steps)

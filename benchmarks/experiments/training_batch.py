@@ -5,14 +5,17 @@ memory."""
 from functools import partial
 
 from . import pictures, tables, training
-from .cells import Experiment
+from .cells import METHODS, Experiment, training_cells
 
-BATCHES = (1, 4, 8, 16, 32, 64, 96, 112, 128, 192, 256, 384, 512, 768, 1024)
+BATCHES = (1, 4, 8, 16, 32, 64, 96, 112, 256)
+COMPILED = tuple((batch, 1024) for batch in (4, 32))
 
 
 def cells(tiny):
     shapes = [(b, 16) for b in (1, 2)] if tiny else [(b, 1024) for b in BATCHES]
-    return training.cells(training.METHODS, shapes, lambda batch, sequence: batch)
+    return training_cells(
+        METHODS, shapes, lambda batch, sequence: batch, compiled=shapes if tiny else COMPILED
+    )
 
 
 EXPERIMENT = Experiment(

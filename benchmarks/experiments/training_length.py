@@ -4,16 +4,15 @@
 from functools import partial
 
 from . import pictures, tables, training
-from .cells import Experiment
+from .cells import METHODS, Experiment, training_cells
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 131072)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576)
+COMPILED = tuple((4, length) for length in (512, 1024, 4096, 12288, 24576))
 
 
 def cells(tiny):
     shapes = [(2, t) for t in (8, 16)] if tiny else [(4, t) for t in LENGTHS]
-    return training.cells(
-        training.METHODS[: 3 if tiny else None], shapes, lambda batch, sequence: sequence, 240.0
-    )
+    return training_cells(METHODS, shapes, lambda batch, sequence: sequence, 240.0, () if tiny else COMPILED)
 
 
 EXPERIMENT = Experiment(

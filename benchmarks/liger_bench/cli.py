@@ -3,8 +3,8 @@
 
 Each row is measured in one process, in turns, from cold caches, vs. the ceiling that the machine sets.
 The peers that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report
-says which of the project's targets were met. It goes to the terminal and, with the figures as JSON and a
-picture per op, to benchmarks/results.
+says which of the project's targets were met. It goes to the terminal and, with the figures as JSON, to a file
+that --json names.
 Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a
 GPU.
 """
@@ -58,27 +58,11 @@ def _parser():
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="result file; the others get its name")
     parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        help="one PNG per op beside the result file (default: where matplotlib is installed)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="sources",
-        nargs="+",
+        "--json",
         type=Path,
-        default=[],
         metavar="FILE",
-        help="measure nothing: report and plots of a result file, or of several of one kind of device, merged into the "
-        "file that --json names",
-    )
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="STEM",
-        help="measure nothing: STEM-<op>.png and STEM-overview*.png of the newest whole runs in benchmarks/results",
+        help="result file; the others get its name (default: a temporary folder)",
     )
     parser.add_argument(
         "--self-test",
@@ -103,19 +87,7 @@ def _complaint(arguments):
         # "torch F.rms_norm" and "liger" are as good as "torch" and "liger-kernel".
         if not any(peer.startswith(name) or name.startswith(peer) for peer in PEERS):
             return f"unknown peer {name}, expected some of {', '.join(PEERS)}"
-    if arguments.pictures is not None and not arguments.pictures.absolute().parent.is_dir():
-        return f"--pictures {arguments.pictures}: no such folder"
-    for source in arguments.sources:
-        if not source.is_file():
-            return f"no such file: {source}"
-    if len(arguments.sources) > 1 and arguments.json is None:
-        return "several files are merged into the one that --json names"
-    if (
-        not arguments.sources
-        and arguments.pictures is None
-        and not arguments.self_test
-        and not torch.cuda.is_available()
-    ):
+    if not arguments.self_test and not torch.cuda.is_available():
         return "no CUDA device; --self-test runs tiny sizes on the CPU"
     return None
 
@@ -134,16 +106,6 @@ def main(argv=None):
     from . import suite
     from .harness import Options
 
-    if arguments.sources or arguments.pictures is not None:
-        try:
-            if arguments.sources:
-                suite.redraw(arguments.sources, arguments.json, arguments.plots)
-            if arguments.pictures is not None:
-                suite.illustrate(arguments.pictures)
-        except ValueError as error:
-            print(f"benchmarks/run.py: {error}", file=sys.stderr)
-            return 2
-        return 0
     options = Options(
         device="cpu" if arguments.self_test else "cuda",
         size="self-test" if arguments.self_test else "quick" if arguments.quick else "full",
@@ -155,6 +117,4 @@ def main(argv=None):
     if arguments.rows and not suite.rows_of(arguments.ops or OPS, options, arguments.rows):
         print(f"benchmarks/run.py: no row has {' or '.join(arguments.rows)} in its name", file=sys.stderr)
         return 2
-    return suite.run(
-        arguments.ops, options, arguments.json, arguments.plots, arguments.rows, arguments.minutes
-    )
+    return suite.run(arguments.ops, options, arguments.json, arguments.rows, arguments.minutes)

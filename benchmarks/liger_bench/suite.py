@@ -2,7 +2,6 @@
 """A run of the suite: selection of rows, files of results, report."""
 
 import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -12,13 +11,10 @@ from pathlib import Path
 import torch
 
 from . import OPS
-from .environment import RESULTS, environment
+from .environment import environment
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
-from .reports import overview
 from .reports.goals import reached
-from .reports.merge import merged
-from .reports.plots import plot
 from .reports.report import markdown
 from .reports.verdict import faults, verdict
 
@@ -52,52 +48,13 @@ def _say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def _write_plots(result, path, wanted):
-    """``wanted`` is None for where matplotlib is there."""
-    if wanted is None and importlib.util.find_spec("matplotlib") is None:
-        _say("no plots, because matplotlib is not installed; --from draws them elsewhere")
-    elif wanted is not False:
-        for picture in plot(result, path.with_suffix("")):
-            _say(f"written: {picture}")
-
-
-def _read(path):
-    result = json.loads(path.read_text())
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if schema != SCHEMA:
-        of = "no result of benchmarks/run.py" if schema is None else f"results of schema {schema}"
-        raise ValueError(f"{path}: {of}, expected schema {SCHEMA}")
-    return result
-
-
 def _write(result, path):
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(markdown(result))
 
 
-def redraw(paths, path=None, plots=None):
-    """Writes report and plots of JSON files of results, merged into ``path``, or again next to the only
-    one."""
-    result = merged([_read(source) for source in paths])
-    _conclude(result)
-    if path is None:
-        path = paths[0]
-        path.with_suffix(".md").write_text(markdown(result))
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(result, path)
-    _say(f"written: {path.with_suffix('.md')}")
-    _write_plots(result, path, plots)
-
-
-def illustrate(stem):
-    """``<stem>-<op>.png`` and ``<stem>-overview*.png`` of the newest whole runs in benchmarks/results."""
-    for picture in overview.write(stem):
-        _say(f"written: {picture}")
-
-
-def run(ops, options, path=None, plots=None, words=(), minutes=None):
-    """Measures the ops (all, if none are named), writes JSON, Markdown and plots, prints the report.
+def run(ops, options, path=None, words=(), minutes=None):
+    """Measures the ops (all, if none are named), writes JSON and Markdown, prints the report.
 
     ``words``: only the rows with one of them in their names. No row starts after ``minutes``. Returns 0, or 1
     if one of our own providers failed or gave wrong results.
@@ -106,9 +63,7 @@ def run(ops, options, path=None, plots=None, words=(), minutes=None):
     facts = environment(options)
     name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
     if path is None:
-        # A self-test measures nothing that is worth keeping.
-        temporary = options.size == "self-test"
-        path = (Path(tempfile.mkdtemp(prefix="liger-bench-")) if temporary else RESULTS) / f"{name}.json"
+        path = Path(tempfile.mkdtemp(prefix="liger-bench-")) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
 
@@ -124,7 +79,6 @@ def run(ops, options, path=None, plots=None, words=(), minutes=None):
     for row in left:
         _say(f"not measured, for lack of time: {row.name}")
     _say(f"written: {path} and {path.with_suffix('.md')}")
-    _write_plots(result, path, plots)
     problems = faults(result["rows"])
     for problem in problems:
         _say(problem)

@@ -4,9 +4,9 @@
     python scripts/docs_site/stage.py build/site-sources
 
 Every file keeps its path in the repository, so a link between docs/ and another folder, such as
-``../csrc/README.md``, is the same in a checkout and on the site. Added are the pages of the API reference and
-of the benchmark results, and the differences between GitHub's Markdown and Python-Markdown. The result is
-plain Markdown: mkdocs.yml is all that depends on the builder.
+``../csrc/README.md``, is the same in a checkout and on the site. Added are the pages of the API reference,
+and the differences between GitHub's Markdown and Python-Markdown. The result is plain Markdown: mkdocs.yml is
+all that depends on the builder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 import reference
-import result_pages
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -27,8 +26,7 @@ SOURCES = (
     "compat/README.md",
     "csrc/README.md",
     "csrc/*/*/README.md",
-    "benchmarks/results/*.json",  # data that pages link to
-    "benchmarks/results/experiments/*.json",
+    "benchmarks/results/experiments/*.json",  # data that pages link to
     "docs/**/*.md",
     "docs/images/*",
 )
@@ -43,7 +41,6 @@ BOOSTS = {
 WIDE = ("docs/reference/models.md",)
 # How a test runs the block below it: tests/support/doc_blocks.py.
 _COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
-_RESULT = re.compile(r"(\]\([./]*benchmarks/results/([\w-]+))\.json\)")
 # GitHub takes the width of a picture in HTML only, and MkDocs finds pictures in Markdown only.
 _PICTURE = re.compile(r'<img src="([^"]+)" width="(\d+)" alt="([^"]*)">')
 _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
@@ -52,7 +49,6 @@ _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
 def stage(folder: Path) -> None:
     """Writes the sources of the site to a folder, which it empties first."""
     shutil.rmtree(folder, ignore_errors=True)
-    rendered = result_pages.pages(ROOT)
     for pattern in SOURCES:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
@@ -60,14 +56,12 @@ def stage(folder: Path) -> None:
             if path.suffix == ".md":
                 text = indent_lists(_COMMENT.sub("", path.read_text()))
                 text = _PICTURE.sub(r'![\3](\1){ width="\2" }', text)
-                text = _RESULT.sub(lambda link: _page_of(link, rendered), text)
                 target.write_text(_front_matter(path.relative_to(ROOT)) + text)
             else:
                 shutil.copyfile(path, target)
-    for parent, pages in ((folder / "api", reference.pages(ROOT)), (folder / result_pages.FOLDER, rendered)):
-        parent.mkdir(exist_ok=True)
-        for name, text in pages.items():
-            (parent / name).write_text(text)
+    (folder / "api").mkdir(exist_ok=True)
+    for name, text in reference.pages(ROOT).items():
+        (folder / "api" / name).write_text(text)
     shutil.copytree(Path(__file__).parent / "assets", folder / "assets")
 
 
@@ -76,11 +70,6 @@ def _front_matter(path: Path) -> str:
     boost = next((weight for place, weight in BOOSTS.items() if place in parents), 1)
     hidden = "hide: [toc]\n" if path.as_posix() in WIDE else ""
     return f"---\n{hidden}search:\n  boost: {boost}\n---\n\n"
-
-
-def _page_of(link: re.Match[str], rendered: dict[str, str]) -> str:
-    """A link to data, as one to the page that shows them where there is one."""
-    return f"{link[1]}.md)" if f"{link[2]}.md" in rendered else link[0]
 
 
 def indent_lists(text: str) -> str:

@@ -20,7 +20,6 @@ from liger_bench.ops import fused_linear_ce as bench_fused_linear_ce
     ],
 )
 def results(request, tmp_path_factory):
-    pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("results") / "run.json"
     code = cli.main(["--self-test", "--json", str(path), *request.param])
     return code, path, json.loads(path.read_text())
@@ -57,14 +56,6 @@ def test_contests_name_providers_of_the_row(results):
             assert all(record["providers"][name]["group"] == "ours" for name in contest["ours"])
 
 
-def test_report_is_written_again_from_a_result_file(results):
-    _code, path, _result = results
-    before = path.with_suffix(".md").read_text()
-    path.with_suffix(".md").unlink()
-    assert cli.main(["--from", str(path), "--no-plots"]) == 0
-    assert path.with_suffix(".md").read_text() == before
-
-
 def test_reference_of_fused_linear_ce(monkeypatch):
     monkeypatch.setattr(bench_fused_linear_ce, "REFERENCE_ROWS", 3)
     x, weight = torch.randn(8, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
@@ -77,22 +68,12 @@ def test_reference_of_fused_linear_ce(monkeypatch):
         torch.testing.assert_close(got[name].double(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_few_rows_at_a_time(tmp_path, capsys):
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, words in zip(files, ("softcap", "smoothing"), strict=True):
-        arguments = ["--heads", "--self-test", "--peers", "none", "--rows", words, "--no-plots"]
-        assert cli.main([*arguments, "--json", str(file)]) == 0
-    both = tmp_path / "both.json"
-    sources = [str(file) for file in files]
-    assert cli.main(["--from", *sources]) == 2
-    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 0
-    names = [row["name"] for row in json.loads(both.read_text())["rows"]]
-    assert len(names) == 2 and "softcap" in names[0] and "smoothing" in names[1]
-    assert "Times relative to three GEMMs" in both.with_suffix(".md").read_text()
-    other = json.loads(files[1].read_text())
-    other["environment"]["device"] = "another"
-    files[1].write_text(json.dumps(other))
-    assert cli.main(["--from", *sources, "--json", str(both), "--no-plots"]) == 2
-    assert "runs of different device: " in capsys.readouterr().err
+def test_some_of_the_rows(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    arguments = ["--heads", "--self-test", "--peers", "none", "--rows", "softcap"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert "softcap" in row["name"]
+    assert "Times relative to three GEMMs" in path.with_suffix(".md").read_text()
     assert cli.main(["--heads", "--self-test", "--rows", "no such row"]) == 2
     assert "no row has no such row in its name" in capsys.readouterr().err

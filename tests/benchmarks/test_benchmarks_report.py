@@ -128,5 +128,5 @@ def test_targets_of_every_kind(metric, met, missed, limits):
 
 
 def test_run_py_is_the_command():
-    done = python(ROOT / "benchmarks/run.py", "--from", "no-such.json")
-    assert done.returncode == 2 and "benchmarks/run.py: no such file" in done.stderr
+    done = python(ROOT / "benchmarks/run.py", "no_such_op")
+    assert done.returncode == 2 and "benchmarks/run.py: unknown op no_such_op" in done.stderr

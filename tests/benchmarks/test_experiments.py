@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def check(folder, name):
     assert result["environments"][0]["torch"] == torch.__version__
     page, *images = report.write(folder, name, tiny=True)
     for size in results.ordered(result, "size"):
-        assert size in page.read_text() or name in ("E1", "E11", "E15")
+        assert size in page.read_text() or name in ("E1", "E11", "E15", "E17")
     return result, images
 
 
@@ -67,7 +68,7 @@ def check_curves(result):
     for size in results.ordered(result, "size"):
         found = setting_curves.verdicts(setting_curves.curves_of(result, size))
         ours = {method: one["agrees"] for method, one in found.items() if method.startswith("liger")}
-        assert len(ours) >= 4 and all(ours.values()), ours
+        assert len(ours) >= 3 and all(ours.values()), ours
 
 
 def check_plans(result):
@@ -172,5 +173,45 @@ def test_cells_of_two_gpus(monkeypatch, tmp_path):
     left, found, _ = fill(tmp_path, gpus=2, parallel=True)
     assert left == 0 and found["b @ 2"]["inferred"]
     gpus = {key: record["gpu"] for key, record in found.items() if record["status"] == "ok"}
-    assert gpus.pop("both @ 1") == ""
+    assert gpus.pop("both @ 1") == "0,1"
     assert set(gpus) == {"a @ 1", "a @ 2", "c @ 1"} and set(gpus.values()) <= {"0", "1"}
+
+
+def test_cells_of_other_code_are_measured_again(monkeypatch, tmp_path):
+    """In their place and with what is known of others, but an old size that lacked memory is tried again."""
+    lacks = True
+
+    def measure(cell, machine):
+        if lacks and cell.order == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"value": lacks}
+
+    absent = Cell("b", "1", needs=("no_such_module",))
+    fake(monkeypatch, measure, [*sizes("a", 2), Cell("b", "1")])
+    assert fill(tmp_path)[1]["a @ 2"]["inferred"]
+    lacks = False
+    assert fill(tmp_path, stale=True)[1]["b @ 1"]["value"]  # of the same code
+    monkeypatch.setattr(driver.stale, "digest_of", lambda *_: "other")
+    fake(monkeypatch, measure, [*sizes("a", 2), absent])
+    assert driver.expected_seconds(absent, [absent], {}) == absent.expected
+    left, found, said = fill(tmp_path, stale=True)
+    assert found["a @ 2"] == {**found["a @ 2"], "value": False, "code": "other"}
+    assert len(json.loads((tmp_path / "E3-tiny.json").read_text())["environments"]) == 1
+    # A record is better than none.
+    assert left == 1 and found["b @ 1"]["value"] and "not installed: no_such_module" in said
+
+
+def test_nothing_runs_beside_a_cell_that_is_alone(monkeypatch, tmp_path):
+    def measure(cell, machine):
+        begin = time.monotonic()
+        time.sleep(0.3)
+        return {"span": (begin, time.monotonic())}
+
+    fake(monkeypatch, measure, [*sizes("a", 1), Cell("b", "1", alone=True), *sizes("c", 1)])
+    assert fill(tmp_path, gpus=2, parallel=True)[0] == 0
+    found = fill(tmp_path)[1]
+    spans = {key: record["span"] for key, record in found.items()}
+    begin, end = spans.pop("b @ 1")
+    assert all(other[1] <= begin or other[0] >= end for other in spans.values())
+    (one, other) = spans.values()
+    assert one[0] < other[1] and other[0] < one[1]

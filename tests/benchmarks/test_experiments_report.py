@@ -7,7 +7,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments import MODULES, report, results, tables
+import liger_bench
+from experiments import MODULES, experiment, report, results, summary, tables
+from liger_bench import suite
+from liger_bench.harness import Options
+from liger_bench.reports import overview
 
 
 def record(method, order, status="ok", **values):
@@ -46,8 +50,12 @@ def test_a_table_has_a_word_for_every_cell():
     assert lines[2] == "| 1x1024 | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB (WRONG LOSS 5.5) |"
     assert lines[3] == "| 2x1024 | OOM | 2.0 k, 2.00 GiB | failed: RuntimeError: a/b |"
     assert lines[4] == "| 4x1024 | OOM (not tried) | 4.0 k, 4.00 GiB |  |"
-    assert "transformers: 1x1024, out of memory at 2x1024" in lines[6]
-    assert "liger: 4x1024, the largest that was tried" in lines[6]
+    assert lines[6] == (
+        "liger, the fastest form at each size, vs. transformers: 1.00 times the tokens/s in 1.00 of the memory; "
+        "vs. liger-kernel: 1.00 times the tokens/s in 1.00 of the memory."
+    )
+    assert "transformers: 1x1024, out of memory at 2x1024" in lines[8]
+    assert "liger: 4x1024, the largest that was tried" in lines[8]
 
 
 def test_the_page_has_results_between_its_markers(tmp_path):
@@ -67,3 +75,52 @@ def test_the_page_has_results_between_its_markers(tmp_path):
     assert 100 < max(map(len, prose)) <= 120
     for image in (page.parent / "images").glob("*.png"):
         assert f"(images/{image.name})" in text
+
+
+def test_summaries_have_the_fastest_form(tmp_path):
+    """Of steps that are measured; of ops the speed relative to liger-kernel as users call it."""
+    named = {**SOME, "experiment": "E16"}
+    cells = [
+        record(m, 1, size="4x8192", tokens_per_second=s) for m, s in (("liger", 9e3), ("liger, plan", 1e4))
+    ]
+    for cell in cells:
+        cell["environment"] = 0
+    named["cells"] = {c["method"]: c for c in [*cells, record("liger-kernel", 1, "oom", size="4x8192")]}
+    results.write_text(tmp_path / "E16.json", json.dumps(named))
+    table, machine = summary.steps(tmp_path)
+    lines = table.splitlines()
+    assert machine == "device a device, torch 2.11, commit 012345678"
+    assert lines[2:] == ["| Llama-3.2-1B, 4 x 8192, a plan |  | out of memory | 10.0k, 1.0 GiB |"]
+    times = {"liger[cuda]": ("ours", 1.0), "liger-kernel": ("liger-kernel", 2.0), "quack": ("other", 1.5)}
+    times |= {"liger-kernel CuTe": ("liger-kernel", 1.2), "device copy": ("ceiling", 0.9)}
+    providers = {
+        n: {
+            "group": g,
+            "status": "ok",
+            "ms": {"median": ms},
+            "ratios": {"device copy": ms / 0.9},
+            "peak_mib": 3.0,
+        }
+        for n, (g, ms) in times.items()
+    }
+    row = {"op": "softmax", "work": "w", "kind": "device", "name": "softmax forward and backward 8x8"}
+    row |= {"ceilings": ["device copy"], "providers": providers}
+    result = {
+        **SOME,
+        "experiment": "E17",
+        "cells": {"a": {"method": "softmax", "status": "ok", "rows": [row]}},
+    }
+    results.write_text(tmp_path / "E17.json", json.dumps(result))
+    assert summary.op_times(tmp_path).splitlines()[2] == (
+        "| softmax 8x8 | 2.00 | 3 / 3 | 1.20 liger-kernel CuTe | 1.11 of device copy |"
+    )
+
+
+def test_summaries_are_of_cells_and_rows_that_exist():
+    sizes = {name: {cell.size for cell in experiment(name).cells(False)} for name in MODULES}
+    assert all(size in sizes[name] for _, name, size in summary.STEPS)
+    rows = {
+        row.name: {p.name for p in row.providers} for row in suite.rows_of(liger_bench.OPS, Options("cpu"))
+    }
+    for name, providers in overview.OVERVIEW.values():
+        assert providers.keys() - rows[name] <= {"torch eager"}, name

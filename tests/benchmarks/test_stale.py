@@ -1,67 +1,40 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The check of figures whose code has changed, on a small repository of its own."""
+"""The check of cells whose code has changed, on a small tree of its own."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers")
+
 import liger_bench
-from experiments import MODULES
+from experiments import IMPORTANCE, MODULES, experiment
 from liger_bench.reports import depends, stale
 
 ROOT = Path(__file__).parents[2]
 KERNEL = '#include "softmax/softmax.cuh"\n// The row is read once.\nvoid softmax() { log("a // b"); }\n'
-HEADER = "#pragma once\nint width = 4;\n"
-PYTHON = '"""Softmax."""\n\n\ndef softmax(x):\n    """The softmax of x."""\n    return x  # a copy\n'
+PYTHON = '"""Softmax."""\n\n\ndef softmax(x):\n    """The softmax\n    of x."""\n    return x  # a copy\n'
+SOFTMAX = "csrc/softmax/softmax.cu"
+FILES = {
+    SOFTMAX: KERNEL,
+    "csrc/softmax/softmax.cuh": "#pragma once\nint width = 4;\n",
+    "csrc/norm/rms_norm.cu": "void rms_norm() {}\n",
+    "python/liger/ops/softmax.py": PYTHON,
+}
+PATHS = (SOFTMAX, "python/liger/ops/softmax.py")
 
 
-class Checkout:
-    def __init__(self, folder):
-        self.folder = folder
-        self.git("init", "-q", "-b", "main")
-        self.write("csrc/softmax/softmax.cu", KERNEL)
-        self.write("csrc/softmax/softmax.cuh", HEADER)
-        self.write("python/liger/ops/softmax.py", PYTHON)
-        self.write("csrc/norm/rms_norm.cu", "void rms_norm() {}\n")
-        self.write("docs/start/speed.md", "[run](../benchmarks/results/run.json)\n")
-        self.measured = self.commit()
-
-    def git(self, *arguments):
-        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-        done = subprocess.run(
-            ["git", *identity, *arguments], cwd=self.folder, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
-
-    def write(self, name, text):
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def commit(self):
-        self.git("add", "-A")
-        self.git("commit", "-q", "-m", "A change")
-        return self.git("rev-parse", "HEAD")
-
-    def reasons(self, **facts):
-        """{op: why it is stale} of a run of two ops at the first commit."""
-        run = {"schema": 2, "environment": {"commit": self.measured, **facts}}
-        run["rows"] = [{"op": "ceilings"}, {"op": "softmax"}, {"op": "rms_norm"}]
-        self.write("benchmarks/results/run.json", json.dumps(run))
-        found, others = stale.check(self.folder)
-        assert others == 0
-        assert all(pages == ["docs/start/speed.md"] for _, pages, _ in found)
-        return {figure.subject: why for figure, _, why in found}
+def write(root, name, text):
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    return Checkout(tmp_path)
-
-
-SOFTMAX = "csrc/softmax/softmax.cu"
+def root(tmp_path):
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -70,51 +43,57 @@ SOFTMAX = "csrc/softmax/softmax.cu"
         (SOFTMAX, "read once", "read a single time", False),
         (SOFTMAX, "void softmax() {", "void softmax()\n{  /* nothing */", False),
         ("python/liger/ops/softmax.py", "# a copy", "# the same", False),
-        ("python/liger/ops/softmax.py", "The softmax of x", "x", False),
+        ("python/liger/ops/softmax.py", "The softmax\n    of x", "x", False),
         (SOFTMAX, "a // b", "a // c", True),
         ("csrc/softmax/softmax.cuh", "4", "8", True),
         ("python/liger/ops/softmax.py", "return x", "return -x", True),
+        ("csrc/norm/rms_norm.cu", "{}", "{ return; }", False),
     ],
 )
-@pytest.mark.parametrize("committed", [True, False])
-def test_a_change_of_code_is_one(checkout, name, before, after, is_changed, committed):
-    """Comments and white space are none."""
-    text = (checkout.folder / name).read_text()
-    assert before in text
-    checkout.write(name, text.replace(before, after))
-    if committed:
-        checkout.commit()
-    why = f"1 files changed: {name}" if is_changed else None
-    assert checkout.reasons() == {"softmax": why, "rms_norm": None}
+def test_a_change_of_code_is_one(root, name, before, after, is_changed):
+    """Comments and white space are none, and neither is a file that nothing includes."""
+    digest = stale.Tree(root).digest(PATHS)
+    assert before in FILES[name]
+    write(root, name, FILES[name].replace(before, after))
+    assert (stale.Tree(root).digest(PATHS) != digest) is is_changed
 
 
-def test_other_commits_and_uncommitted_changes_are_stale(checkout):
-    for commit in ("0123456789", None):
-        assert checkout.reasons(commit=commit)["softmax"] == f"commit {commit} is not in this history"
-    checkout.git("checkout", "-q", "-b", "side")
-    checkout.write("notes", "")
-    side = checkout.commit()
-    checkout.git("checkout", "-q", "main")
-    assert "is not in this history" in checkout.reasons(commit=side)["softmax"]
-    assert "with changes on top" in checkout.reasons(modified=True)["softmax"]
+def test_a_record_has_the_digest_of_its_code():
+    record = {"method": "softmax", "size": "sizes"}
+    assert stale.is_stale("E17", record)
+    code = stale.digest_of("E17", "softmax", "sizes")
+    assert not stale.is_stale("E17", {**record, "code": code})
+    assert stale.is_stale("E17", {"method": "rope", "size": "sizes", "code": code})
 
 
-def test_every_benchmark_has_its_files_and_every_name_a_file():
+def test_other_methods_depend_on_the_benchmark_alone():
+    ours, theirs = (depends.paths("E3", method, "4x1024") for method in ("liger", "liger-kernel"))
+    assert set(theirs) < set(ours) and not any(path.startswith(("csrc", "python")) for path in theirs)
+    plan, plain = (depends.paths("E16", method, "4x8192") for method in ("liger, plan", "liger"))
+    assert set(plain) < set(plan)
+
+
+def test_every_cell_has_its_files_and_every_name_a_file():
     assert set(depends.OPS) == set(liger_bench.OPS)
-    assert set(depends.EXPERIMENTS) == set(MODULES)
-    tables = [*depends.OPS.values(), *depends.MODELS.values(), depends.VOCABULARY, depends.SHARDED_MLP]
-    tables += [paths for pair in depends.EXPERIMENTS.values() for paths in pair]
-    files = stale.Repository(ROOT).files
-    unknown = {name for table in tables for name in table if not any(file.startswith(name) for file in files)}
-    assert not unknown
+    assert sorted(IMPORTANCE) == sorted(MODULES)
+    files = stale.tree().files
+    for name in MODULES:
+        for cell in experiment(name).cells(False):
+            for path in depends.paths(name, cell.method, cell.size):
+                assert any(file.startswith(path) for file in files), path
+
+
+def test_every_word_is_in_a_cell():
+    for name, (_, _, by_word) in depends.EXPERIMENTS.items():
+        keys = [cell.key for cell in experiment(name).cells(False)]
+        assert all(any(word in key for key in keys) for word in by_word), name
 
 
 def test_every_kernel_belongs_to_a_benchmark():
-    repository = stale.Repository(ROOT)
-    tables = [*depends.OPS.values(), depends.VOCABULARY]
-    known = set().union(*map(repository.closure, tables))
-    kernels = [f for f in repository.files if f.startswith("csrc/") and f.endswith((".cu", ".cuh"))]
-    kernels += [f for f in repository.files if f.startswith("triton_kernels/") and f.endswith(".py")]
+    tree = stale.Tree(ROOT)
+    known = set().union(*map(tree.closure, [*depends.OPS.values(), depends.VOCABULARY]))
+    kernels = [f for f in tree.files if f.startswith("csrc/") and f.endswith((".cu", ".cuh"))]
+    kernels += [f for f in tree.files if f.startswith("triton_kernels/")]
     left = {f for f in kernels if f not in known and not f.startswith("csrc/host/")}
     # rescale multiplies gradients by an upstream gradient that is not 1, which no benchmark has.
     assert left <= {
@@ -123,3 +102,17 @@ def test_every_kernel_belongs_to_a_benchmark():
         "triton_kernels/rescale.py",
         "triton_kernels/__init__.py",
     }
+
+
+def test_what_was_tried_has_no_table_and_no_result(tmp_path):
+    write(tmp_path, "README.md", "[run](benchmarks/results/experiments/E1.json)\n")
+    text = "# Softmax\n\n| a | b |\n\n## Tried without gain\n\n- Two rows at a time: 1.02x.\n\n## Tables\n\n| c |\n"
+    write(tmp_path, "docs/lab/a.md", text)
+    assert stale.complaints(tmp_path) == ["README.md: no result experiments/E1.json"]
+    write(tmp_path, "benchmarks/results/experiments/E1.json", "{}")
+    write(tmp_path, "docs/lab/a.md", text.replace("1.02x.\n", "1.02x.\n\n| d |\n"))
+    assert stale.complaints(tmp_path) == ["docs/lab/a.md: 'Tried without gain' has a table or a result file"]
+
+
+def test_pages_keep_these_rules():
+    assert stale.complaints() == []

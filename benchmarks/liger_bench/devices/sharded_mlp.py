@@ -2,23 +2,15 @@
 """One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against
 length.
 
-    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.devices.sharded_mlp fsdp2
-    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.devices.sharded_mlp zero3
-
 Each rank has one sequence. A round is one forward and backward of every contestant, in another order each
 time; a time is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest
 rank beyond its shard of the weights, input and upstream gradient (``absolute``: with these). Contestants get
 the same weights, and their results are compared with the results of the first.
 """
 
-import argparse
-import contextlib
 import importlib.util
-import json
-import os
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -27,13 +19,9 @@ from torch import nn
 
 from liger.nn import SwiGLUMLP, TiledSwiGLUMLP
 
-from ..environment import environment
-from ..harness import Options
 from ..measure import MIB, PROVIDER_ERRORS, WRONG
 from .on_ranks import milliseconds, over_ranks, peak_mib
-from .sharded_mlp_report import markdown
 
-LENGTHS = (2048, 8192, 32768, 131072)
 SHARDS = 4
 
 
@@ -212,51 +200,3 @@ def measure_lengths(framework, lengths, hidden, intermediate, rounds, device):
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return records
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("framework", choices=FRAMEWORKS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="per rank")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=12288)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--json", type=Path, help="where the results go, as JSON, and beside it as a Markdown table"
-    )
-    arguments = parser.parse_args(argv)
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, one process per GPU")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    facts = environment(Options(device="cuda", backends=("cuda",))) | {"ranks": dist.get_world_size()}
-    records = measure_lengths(
-        arguments.framework,
-        arguments.tokens,
-        arguments.hidden,
-        arguments.intermediate,
-        arguments.rounds,
-        device,
-    )
-    if dist.get_rank() == 0:
-        text = markdown(facts, arguments.framework, records)
-        print(text)
-        if arguments.json is not None:
-            sizes = {"hidden": arguments.hidden, "intermediate": arguments.intermediate}
-            results = {
-                "environment": facts,
-                "framework": arguments.framework,
-                "sizes": sizes,
-                "records": records,
-            }
-            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-            arguments.json.with_suffix(".md").write_text(text)
-    with contextlib.suppress(AssertionError):  # ZeRO may have destroyed it already
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

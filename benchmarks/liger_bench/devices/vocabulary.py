@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The lm_head with its vocabulary sharded over all GPUs of a host, against the whole lm_head on one of them.
 
-    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.devices.vocabulary --json r.json
-
 fused_linear_ce and fused_linear_logprobs, forward and backward. "one device": every rank computes the whole
 lm_head, without communication. "sharded": the vocabulary-parallel op, with a shard of the weight on each
 rank. "GEMMs": three GEMMs of a shard by cuBLAS, of the tokens that are not ignored. Speed is the time of one
@@ -10,36 +8,28 @@ device over the time of the ranks and over their number: 1 is perfect scaling. A
 another order each time, on devices that GEMMs have heated; times are the slowest rank's, the median
 over rounds. Peaks are what a step allocates beyond its inputs, on the rank with the highest peak; "workspace"
 is without the gradients, which every method returns.
-
-No row starts after ``--seconds``, and a row takes three rounds then.
 """
 
-import argparse
 import functools
-import itertools
-import json
-import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import liger
 
-from ..environment import environment
-from ..harness import Options, normal, training_work
+from ..harness import normal, training_work
 from ..heads.inputs import layer
 from ..measure import MIB, WRONG, Gpu, relative_error
 from ..ops.fused_linear_ce import three_gemms
 from ..reports.verdict import SAME_MEMORY_MIB
 from .on_ranks import milliseconds, over_ranks, peak_mib
-from .vocabulary_report import ONE, SHARDED, SPEED_GOAL, markdown
 
 OPS = ("fused_linear_ce", "fused_linear_logprobs")
-GEMMS = "GEMMs"
+ONE, SHARDED, GEMMS = "one device", "sharded", "GEMMs"
+SPEED_GOAL = 0.92
 HEAT_MS = 100
 MIN_ROUNDS = 3
 
@@ -170,59 +160,3 @@ def measure_all(heads, options, rounds, seconds, device):
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return records
-
-
-def _parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 16384))
-    parser.add_argument("--hidden", type=int, nargs="+", default=(2048, 4096))
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--ignored", type=float, default=0.0, help="share of the tokens that are ignored")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=45.0, help="for all rows, without the start")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--json", type=Path, help="where the results go, as JSON, and beside it as a Markdown table"
-    )
-    return parser
-
-
-def main(argv=None):
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, one process per device")
-    device = torch.device("cpu")
-    if arguments.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    gpu = device.type == "cuda"
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-    options = Options(
-        device=arguments.device,
-        backends=("cuda" if gpu else "torch",),
-        dtype=getattr(torch, arguments.dtype),
-    )
-    facts = environment(options) | {"ranks": dist.get_world_size()}
-    sizes = itertools.product(arguments.hidden, arguments.tokens, arguments.ops)
-    heads = [
-        Head(op, tokens, hidden, arguments.vocabulary, arguments.ignored) for hidden, tokens, op in sizes
-    ]
-    records = measure_all(heads, options, arguments.rounds, arguments.seconds, device)
-    if dist.get_rank() == 0:
-        text = markdown(facts, records)
-        print(text)
-        if arguments.json is not None:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            results = {"environment": facts, "records": records}
-            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-            arguments.json.with_suffix(".md").write_text(text)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The models and shapes of ``bench_model``."""
+"""The models whose training steps are measured."""
 
 from dataclasses import dataclass, replace
 
@@ -8,15 +8,11 @@ import torch
 
 @dataclass(frozen=True)
 class Size:
-    """A model of transformers, ``family`` as in its module, and how its steps are measured."""
+    """A model of transformers, ``family`` as in its module, and how it is trained."""
 
     name: str
     config: dict
-    shapes: tuple[tuple[int, int], ...]  # (batch, sequence)
     dtype: torch.dtype
-    warm_up: int  # steps of each contestant before a shape is measured
-    rounds: int
-    burst: int  # consecutive steps between two synchronisations
     checkpointing: bool = True
     family: str = "llama"
     lora: int = 0  # rank of adapters of PEFT on all linear layers of the decoder, whose weights are frozen
@@ -30,11 +26,7 @@ FULL = Size(
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0, "max_position_embeddings": 131072,
     },
-    shapes=((4, 1024), (32, 1024), (4, 8192)),
     dtype=torch.bfloat16,
-    warm_up=2,
-    rounds=5,
-    burst=2,
 )  # fmt: skip
 FULL_8B = replace(
     FULL,
@@ -43,8 +35,6 @@ FULL_8B = replace(
         **FULL.config, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
         "tie_word_embeddings": False, "max_position_embeddings": 8192,
     },
-    shapes=((32, 512),),
-    burst=1,
 )  # fmt: skip
 QWEN3_1_7B = replace(
     FULL,
@@ -54,15 +44,6 @@ QWEN3_1_7B = replace(
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-    },
-    shapes=((4, 1024), (16, 1024)),
-)  # fmt: skip
-QWEN3_4B = replace(
-    QWEN3_1_7B,
-    name="Qwen3-4B",
-    config={
-        **QWEN3_1_7B.config, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-        "num_attention_heads": 32,
     },
 )  # fmt: skip
 GEMMA3_1B = replace(
@@ -74,7 +55,6 @@ GEMMA3_1B = replace(
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256,
         "sliding_window": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
     },
-    shapes=((4, 1024), (16, 1024)),
 )  # fmt: skip
 # The optimizer of all 48 layers has no room on one GPU.
 QWEN3_MOE = replace(
@@ -93,29 +73,21 @@ SELF_TEST = Size(
         "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     },
-    shapes=((2, 16), (1, 32)),
     dtype=torch.float32,
-    warm_up=1,
-    rounds=2,
-    burst=1,
 )  # fmt: skip
 
-# Shapes of --small.
-SMALL = ((4, 512), (1, 2048))
-# Values of --size.
 SIZES = {
-    "1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "qwen3-4b": QWEN3_4B, "gemma3-1b": GEMMA3_1B,
-    "qwen3-moe": QWEN3_MOE,
+    "1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "gemma3-1b": GEMMA3_1B, "qwen3-moe": QWEN3_MOE,
 }  # fmt: skip
 # Settings of tiny stand-ins beyond SELF_TEST's.
 _TINY = {"qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}}
 
 
-def size_of(name, self_test=False, checkpointing=True):
+def size_of(name, self_test=False):
     """The Size of this name; with ``self_test`` its tiny stand-in of the same family."""
     full = SIZES[name]
     if not self_test:
-        return replace(full, checkpointing=checkpointing)
+        return full
     tiny = "a tiny Llama" if full.family == "llama" else f"a tiny {full.family.capitalize()}"
     config = {**SELF_TEST.config, **_TINY.get(full.family, {})}
-    return replace(SELF_TEST, name=tiny, family=full.family, config=config, checkpointing=checkpointing)
+    return replace(SELF_TEST, name=tiny, family=full.family, config=config)

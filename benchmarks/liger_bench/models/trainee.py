@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A contestant of ``bench_model`` at work: its model, its optimizer and the measurement of its steps."""
+"""A contestant at work: its model, its optimizer and the measurement of its steps."""
 
-import contextlib
 import importlib
-import importlib.util
 import time
 
 import torch
@@ -12,17 +10,8 @@ import liger
 from liger.transformers.checkpointing import methods
 from liger.transformers.step_graphs import WARM_UP
 
-from ..measure import PROVIDER_ERRORS, spread
-
 # Allowed relative difference of the first loss from the unpatched model's.
 SAME_LOSS = 2e-3
-
-
-def random_batches(size, shape, device, seed=1):
-    """Three batches of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = size.config["vocab_size"]
-    return [torch.randint(vocabulary, tuple(shape), generator=generator).to(device) for _ in range(3)]
 
 
 def quantise(model, device):
@@ -49,43 +38,11 @@ def with_adapters(model, rank):
 
 
 class Trainee:
-    """The model and optimizer of a contestant, or the reason why it failed."""
+    """The model and optimizer of a contestant."""
 
     def __init__(self, contestant, size, device):
         self.contestant, self.size, self.device = contestant, size, device
-        self.failure, self.samples, self.host, self.peak, self.loss = None, [], [], None, None
-        missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
-        if missing:
-            self.failure = "missing", f"not installed: {', '.join(missing)}"
-
-    def attempt(self, action, *arguments):
-        """Runs a part of the benchmark for this contestant; an exception of its code is recorded as its
-        result."""
-        if self.failure is not None:
-            return
-        try:
-            with self.contestant.context(), self._globals():
-                action(*arguments)
-        except PROVIDER_ERRORS as error:
-            self.failure = "failed", f"{type(error).__name__}: {error}".strip()[:600]
-            self.model = self.call = self.optimizer = None
-
-    @contextlib.contextmanager
-    def _globals(self):
-        """Context manager: the contestant's replacements in the module of the model are active only
-        inside."""
-        auto = importlib.import_module("transformers.models.auto.configuration_auto")
-        family = auto.model_type_to_module_name(self.size.family)
-        names = vars(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
-        before = dict(names)
-        names.update(getattr(self, "_replaced", {}))
-        try:
-            yield
-        finally:
-            self._replaced = {
-                name: value for name, value in names.items() if name in before and before[name] is not value
-            }
-            names.update({name: before[name] for name in self._replaced})
+        self.samples, self.host, self.peak, self.loss = [], [], None, None
 
     def make_model(self):
         """The model before the contestant prepares it, with the same weights for every contestant."""
@@ -102,13 +59,10 @@ class Trainee:
     def make_optimizer(self, parameters):
         return self.contestant.optimizer(parameters, capturable=self.contestant.captured)
 
-    def shard(self):
-        """Distributes the prepared model; here there is one device."""
-
     def build(self):
         self.model = self.make_model()
         captured = self.contestant.captured
-        if self.size.checkpointing and self.contestant.checkpointing:
+        if self.size.checkpointing:
             # The state of the random generator cannot be read during a capture, and this model has no
             # dropout.
             settings = {"preserve_rng_state": False} if captured else {}
@@ -118,7 +72,6 @@ class Trainee:
         if self.size.lora:
             self.model = with_adapters(self.model, self.size.lora)
         self.call = self.contestant.prepare(self.model)
-        self.shard()
         self.optimizer = self.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.step = self.eager_step
         if captured:
@@ -139,7 +92,6 @@ class Trainee:
         return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
 
     def warm_up(self, batches):
-        count = max(self.size.warm_up, self.contestant.warm_up)
         if self.contestant.captured:
             losses = [self.step(batches[0]) for _ in range(WARM_UP)]
             torch.cuda.synchronize()
@@ -148,44 +100,22 @@ class Trainee:
             self.step(batches[0])  # is captured
             self.peak = torch.cuda.max_memory_allocated() - others
         else:
-            losses = [self.step(batches[i % len(batches)]) for i in range(count)]
+            losses = [self.step(batches[i % len(batches)]) for i in range(self.contestant.warm_up)]
         if self.loss is None:
             self.loss = losses[0].item()
 
-    def burst(self, batches, first):
-        """Runs some steps between two synchronisations; records time and host time per step, and peak
-        memory."""
-        gpu, count = self.device == "cuda", self.size.burst
+    def measure(self, tokens):
+        """Runs a step between two synchronisations; records its time and host time, and peak memory."""
+        gpu = self.device == "cuda"
         if gpu:
             torch.cuda.synchronize()
             others = torch.cuda.memory_allocated() - self.idle_bytes()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        for i in range(first, first + count):
-            self.step(batches[i % len(batches)])
+        self.step(tokens)
         issued = time.perf_counter()
         if gpu:
             torch.cuda.synchronize()
             self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated() - others)
-        self.samples.append((time.perf_counter() - start) * 1e3 / count)
-        self.host.append((issued - start) * 1e3 / count)
-
-    def record(self, reference):
-        """Returns the measurements of one shape and clears them."""
-        record = {"group": self.contestant.group, "status": "ok"}
-        if self.failure is not None:
-            record["status"], record["reason"] = self.failure
-        elif reference is not None and not abs(self.loss / reference - 1) <= SAME_LOSS:
-            record.update(status="wrong", reason=f"loss {self.loss:.5g}, unpatched {reference:.5g}")
-        if self.samples and self.failure is None:
-            record.update(
-                first_loss=self.loss,
-                ms=spread(self.samples),
-                host_ms=spread(self.host),
-                peak_bytes=self.peak,
-                idle_bytes=self.idle_bytes(),
-            )
-            if self.contestant.is_planned:
-                record["plan"] = liger.transformers.patch_report(self.model).checkpointing
-        self.samples, self.host, self.peak = [], [], None
-        return record
+        self.samples.append((time.perf_counter() - start) * 1e3)
+        self.host.append((issued - start) * 1e3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The files on which each benchmark and experiment depends: beginnings of paths in this repository.
+"""The files on which the cells of each experiment depend: beginnings of paths in this repository.
 
 ``stale.py`` adds what the C++ and Triton files include and import. Dispatch, argument checks and reports are
 left out: they take time on the host, and the figures but for host times of small tensors are of the device.
@@ -11,8 +11,11 @@ import liger_bench
 
 ROOT = Path(__file__).parents[3]
 SUITE = ("benchmarks/liger_bench/measure.py",)
-STEPS = ("benchmarks/liger_bench/models/trainee.py", "benchmarks/liger_bench/models/sizes.py")
-CELLS = (*STEPS, "benchmarks/experiments/training.py", "benchmarks/experiments/text.py")
+CELLS = (
+    "benchmarks/liger_bench/models/",
+    "benchmarks/experiments/training.py",
+    "benchmarks/experiments/text.py",
+)
 SHARDED_CELLS = (
     *CELLS,
     "benchmarks/experiments/sharded_training.py",
@@ -30,7 +33,6 @@ _LOGPROBS = (
     "python/liger/ops/fused_linear_logprobs/",
 )
 _GATED = ("python/liger/ops/gated.py",)
-_TILED_MLP = ("python/liger/ops/tiled_mlp/",)
 
 
 def _named(op):
@@ -64,7 +66,10 @@ OPS = {
     "qk_norm_rope": ("csrc/rope/qk_norm_rope.cu", "triton_kernels/qk_norm_rope.py", "python/liger/ops/rope/qk_"),
     "rope": ("csrc/rope/rope.cu", "triton_kernels/rope.py", "python/liger/ops/rope/op.py"),
     "swiglu": (*_GATED, "csrc/activation/swiglu.cu", "triton_kernels/swiglu.py", "python/liger/ops/swiglu.py"),
-    "tiled_mlp": (*_GATED, *_TILED_MLP, "csrc/activation/", "triton_kernels/gated.py", "python/liger/nn/tiled_mlp.py"),
+    "tiled_mlp": (
+        *_GATED, "python/liger/ops/tiled_mlp/", "csrc/activation/", "triton_kernels/gated.py",
+        "python/liger/nn/tiled_mlp.py",
+    ),
 }  # fmt: skip
 OPS |= {op: _named(op) for op in liger_bench.OPS if op not in OPS}
 
@@ -76,10 +81,10 @@ _LLAMA = (*_LAYERS, *(path for op in ("rms_norm", "rope", "swiglu", "fused_linea
 _QWEN3 = (*_LLAMA, *OPS["qk_norm_rope"])
 _PLANNED = ("python/liger/transformers/checkpointing/",)
 _LORA = ("python/liger/transformers/lora/", "python/liger/ops/fused_linear_ce/")
-MODELS = {
-    "llama": (*_LLAMA, *_PLANNED),
-    "qwen3": (*_QWEN3, *_PLANNED),
-}
+_TILED = OPS["tiled_mlp"]
+# Ops with rows of host time, which one cell of E17 measures.
+HOST_TIME = "host time"
+HOST_OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "softmax", "rope", "cross_entropy")
 VOCABULARY = (
     *OPS["heads"],
     "csrc/lm_head/sm90/shards/",
@@ -87,28 +92,63 @@ VOCABULARY = (
     "python/liger/distributed/vocab/",
 )
 SHARDED_MLP = (*OPS["tiled_mlp"], "python/liger/distributed/rules/")
+_TRL = (*OPS["preference"], "python/liger/trl/", "benchmarks/experiments/preference_training.py")
 
-_SCALING = ("benchmarks/experiments/scaling.py", "benchmarks/liger_bench/devices/ulysses.py")
-
-# Experiment -> what its cells of liger depend on, and what all of its cells depend on.
+# Experiment -> what all of its cells depend on; what those of liger do in addition; and what in addition if
+# this word is in the name of the cell.
 EXPERIMENTS = {
-    "E1": ((), SUITE),
-    "E2": (_LLAMA, CELLS),
-    "E3": (_LLAMA, CELLS),
-    "E4": (_LLAMA, CELLS),
-    "E5": ((*_LLAMA, *OPS["tiled_mlp"]), CELLS),
-    "E6": (_LLAMA, (*CELLS, "benchmarks/experiments/memory_timeline.py")),
-    "E7": ((*_QWEN3, *OPS["geglu"]), ("benchmarks/experiments/text.py",)),
-    "E8": (_LLAMA, SHARDED_CELLS),
-    "E9": ((*_LLAMA, *_LORA), CELLS),
-    "E10": ((*_LLAMA, *OPS["tiled_mlp"]), SHARDED_CELLS),
-    "E11": (SHARDED_MLP, ("benchmarks/liger_bench/devices/sharded_mlp.py",)),
-    "E12": ((*_LLAMA, *OPS["preference"], "python/liger/trl/"), (*SUITE, *SHARDED_CELLS)),
-    "E13": ((*_QWEN3, *_PLANNED, *OPS["tiled_mlp"]), ("benchmarks/experiments/curve_settings.py",)),
-    "E14": (
-        (*_QWEN3, *_LORA, *OPS["geglu"], *OPS["experts"], *OPS["preference"], "python/liger/trl/"),
-        CELLS,
+    "E2": (CELLS, _LLAMA, {}),
+    "E3": (CELLS, _LLAMA, {}),
+    "E4": (CELLS, _LLAMA, {}),
+    "E5": (CELLS, _LLAMA, {"tiled": _TILED, "all but": _TILED}),
+    "E6": ((*CELLS, "benchmarks/experiments/memory_timeline.py"), _LLAMA, {}),
+    "E7": (("benchmarks/experiments/text.py",), _LLAMA, {"Qwen3": _QWEN3, "Gemma": OPS["geglu"]}),
+    "E8": (SHARDED_CELLS, _LLAMA, {}),
+    "E9": (CELLS, _LLAMA, {"LoRA": _LORA}),
+    "E10": (SHARDED_CELLS, _LLAMA, {"tiled": _TILED, "planned": _PLANNED, "offload": _PLANNED}),
+    "E11": (("benchmarks/liger_bench/devices/sharded_mlp.py",), SHARDED_MLP, {}),
+    "E12": (
+        (*SUITE, *SHARDED_CELLS),
+        (),
+        {"loss": OPS["preference"], "TRL": (*_LLAMA, *_TRL), "FSDP2": _LLAMA},
     ),
-    "E15": ((*_LLAMA, *_PLANNED, *OPS["tiled_mlp"], *VOCABULARY), (*SHARDED_CELLS, *_SCALING)),
-    "E16": ((*_LLAMA, *_PLANNED), CELLS),
+    "E13": (
+        ("benchmarks/experiments/curve_settings.py",),
+        _LLAMA,
+        {"Qwen3": _QWEN3, "planned": _PLANNED, "tiled": _TILED},
+    ),
+    "E14": (
+        CELLS,
+        _LLAMA,
+        {
+            "Qwen3": _QWEN3,
+            "Gemma": (*_QWEN3, *OPS["geglu"]),
+            "A3B": OPS["experts"],
+            "LoRA": _LORA,
+            "DPO": _TRL,
+        },
+    ),
+    "E15": (
+        (*SHARDED_CELLS, "benchmarks/liger_bench/devices/ulysses.py"),
+        (),
+        {"head": VOCABULARY, "FSDP2": _LLAMA, "one sequence": (*_LLAMA, *_TILED)},
+    ),
+    "E16": (CELLS, _LLAMA, {"plan": _PLANNED}),
+    "E18": (CELLS, _LLAMA, {}),
 }
+# Methods are ways to shard our MLPs.
+_ALL_OURS = ("E11",)
+
+
+def paths(name, method, size):
+    """The beginnings of the paths on which a cell depends."""
+    if name in ("E1", "E17"):
+        ops = HOST_OPS if method == HOST_TIME else (method,)
+        files = (path for op in ops for path in (*OPS[op], f"benchmarks/liger_bench/ops/{op}.py"))
+        return (*files, *SUITE)
+    of_all, of_liger, by_word = EXPERIMENTS[name]
+    ours = method.startswith("liger") and not method.startswith("liger-kernel")
+    if not ours and name not in _ALL_OURS and not (name == "E5" and method != "unpatched"):
+        return of_all
+    key = f"{method} @ {size}"
+    return (*of_all, *of_liger, *(path for word, more in by_word.items() if word in key for path in more))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of docs/images: one per op, and the time and the memory of the most common ops."""
+"""Pictures of the time and the memory of the most common ops."""
 
-import json
 import statistics
 from dataclasses import replace
 
-from ..environment import RESULTS
-from .chart import Group, draw, save
-from .plots import group_of, picture, source
+from .chart import Bar, Group, draw
+from .verdict import time_of
+
+# The colour-blind safe palette of Okabe and Ito.
+COLORS = {"liger-ops": "#0072B2", "liger-kernel": "#D55E00", "torch eager": "#777777"}
 
 
 def _row(name, ours, theirs):
@@ -41,25 +42,43 @@ NOTE = (
 TIME = "device time, liger-kernel = 1; ms at the bars"
 
 
-def runs(folder=RESULTS):
-    """The results of complete runs in a folder, newest first."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    whole = [r for r in found if r.get("schema") == 2 and r["environment"]["size"] == "full"]
-    return sorted(whole, key=lambda r: r["environment"]["date"], reverse=True)
+def _is_line(provider):
+    """True if a ceiling is drawn as a line: it does only a part of the work, so its memory is not
+    comparable."""
+    return provider["group"] == "ceiling" and not provider.get("peak_mib")
+
+
+def _group(record, label, names):
+    """The bars of a record: the series of ``{name: series}`` in this order."""
+    measured = {n: p for n, p in record["providers"].items() if p["status"] in ("ok", "wrong")}
+    ceiling = next((n for n in record["ceilings"] if n in measured and _is_line(measured[n])), None)
+    bars = [
+        Bar(series, COLORS[series], time_of(measured[name]), measured[name].get("peak_mib"))
+        for name, series in names.items()
+        if name in measured
+    ]
+    return Group(label, bars, ceiling, ceiling and time_of(measured[ceiling]))
+
+
+def _source(*facts):
+    """Device, dtype and commits of runs, for the line below the title."""
+    commits = dict.fromkeys((f["commit"] or "unknown commit")[:7] for f in facts)
+    dtype = facts[0]["dtype"].removeprefix("torch.")
+    return f"{facts[0]['device']}, {dtype}, {', '.join(commits)}"
 
 
 def overview(results):
-    """The figures of the rows of OVERVIEW, each from the newest run with that row: time, and memory."""
+    """The figures of the rows of OVERVIEW, each from the first run with that row: time, and memory."""
     groups, facts = [], []
     for label, (name, providers) in OVERVIEW.items():
         for result in results:
             record = next((r for r in result["rows"] if r["name"] == name), None)
             if record is not None:
-                groups.append(group_of(record, label, providers))
+                groups.append(_group(record, label, providers))
                 facts.append(result["environment"])
                 break
     if not groups:
-        raise ValueError(f"no run has a row of the overview, such as {next(iter(OVERVIEW.values()))[0]}")
+        return {}
     times = [{bar.series: bar.time for bar in group.bars} for group in groups]
     speedups = [
         t["liger-kernel"] / t["liger-ops"] for t in times if {"liger-kernel", "liger-ops"} <= t.keys()
@@ -68,25 +87,9 @@ def overview(results):
     if speedups:
         # The median: one row with a slow peer must not carry the title.
         title = f"Forward and backward: {statistics.median(speedups):.2f} times the speed of liger-kernel (median)"
-    note = f"{NOTE} {source(*facts)}"
+    note = f"{NOTE} {_source(*facts)}"
     timed = [Group(group.label, [replace(bar, mib=None) for bar in group.bars]) for group in groups]
     return {
         "overview": draw(timed, title, note, TIME, reference="liger-kernel"),
         "overview-memory": draw(groups, "How much memory do forward and backward take?", note),
     }
-
-
-def write(stem, results=None):
-    """``<stem>-<op>.png`` of every op, from the newest run that has it, ``<stem>-overview.png`` and
-    ``<stem>-overview-memory.png``; returns the paths."""
-    results = runs() if results is None else results
-    figures = overview(results)
-    for result in results:
-        for op in dict.fromkeys(record["op"] for record in result["rows"] if record["contests"]):
-            records = [record for record in result["rows"] if record["op"] == op]
-            figures.setdefault(op, picture(op, records, result["environment"]))
-    paths = []
-    for name, figure in figures.items():
-        paths.append(stem.with_name(f"{stem.name}-{name}.png"))
-        save(figure, paths[-1])
-    return paths
