@@ -39,7 +39,9 @@ ROWS = (
     Row(4, 8192, (14.8, 12.0, 12.0)),
     Row(1, 32768, (14.8, 12.0, 12.0)),
     Row(32, 1024, (17.6, 12.0, None)),
-    Row(1, 131072, (37.0, 20.0, None)),
+    Row(1, 131072, (37.0, 20.0, 17.5)),
+    Row(4, 65536, (None, 30.0, None)),
+    Row(512, 1024, (None, 51.0, None)),
 )
 TINY_ROWS = (Row(2, 16, (TINY_MEMORY,) * 3), Row(1, 32, (TINY_MEMORY, TINY_MEMORY, None)))
 
