@@ -276,7 +276,7 @@ def test_programs_decide_in_each_call(in_torch, served, monkeypatch, program, ma
 def test_memory(in_torch, used, monkeypatch, recompute):
     """Saved: what the default path saves. The backward adds as many bytes as results, the larger ones of
     product and rows of the gradient of x, and small ones per slot."""
-    sizes = tokens, choices, experts, hidden, intermediate = 1500, 2, 3, 64, 256
+    tokens, _, _, hidden, intermediate = sizes = 1500, 2, 3, 64, 256
     inputs = [t.requires_grad_() for t in make("cpu", torch.bfloat16, *sizes)]
     index, upstream = distinct(*sizes[:3]), torch.randn(tokens, hidden, dtype=torch.bfloat16)
 
