@@ -269,7 +269,7 @@ def test_sources_of_a_release(tmp_path):
     assert f"]({address}/raw/v0.2.0/docs/images/demo.png)" in readme
     targets = re.findall(r'(?:\]\(|<img src=")([^)"]+)[)"]', readme)
     assert all(target.startswith(("https://", "#")) for target in targets)
-    assert f"{address}/raw/v0.2.0/docs/images/h100-overview.png" in targets
+    assert f"{address}/raw/v0.2.0/docs/images/experiment-E17-overview.png" in targets
 
 
 def test_the_address_is_in_one_place():
