@@ -200,11 +200,11 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
       launch_group_norm_backward<T>(p, vectorised, stream);
     }
     check_launch(op);
-    // p.sums has both gradients even if only one is needed.
     if (!need_grad_weight && !need_grad_bias) return;
-    const Tensor weight_out = need_grad_weight ? grad_weight : new_like(grad_bias);
-    const Tensor bias_out = need_grad_bias ? grad_bias : new_like(grad_weight);
-    sum_partials<T>(p.sums, static_cast<int>(partials), weight_out, &bias_out, false, stream);
+    // p.sums has both gradients even if only one is needed.
+    const ParameterGrads<2> both{{p.sums, p.sums + sizes.channels}, 2 * sizes.channels, true};
+    sum_partials<T>(both, static_cast<int>(partials), parameter_grads(grad_weight, grad_bias), sizes.channels,
+                    false, stream);
   });
   check_launch(op);
   grad_x.finish();
