@@ -59,6 +59,12 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
 struct __nv_bfloat16 {
   uint16_t bits;
 };
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+inline void __trap() {
+  std::abort();
+}
 template <typename T>
 T __ldg(const T* p) {
   return *p;
@@ -88,6 +94,7 @@ struct Fiber {
 };
 struct Warp {
   uint32_t values[32];
+  uint64_t shuffled[32];
   int arrived = 0, generation = 0;
 };
 struct Named {
@@ -98,6 +105,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Named named[16];
+  int count = 0;  // of __syncthreads_count
   jmp_buf scheduler;
   std::vector<std::function<void()>> boxes;
 
@@ -163,10 +171,10 @@ inline void __syncwarp() {
 template <typename T>
 T shuffle(T value, int from) {
   Warp& warp = block->warps[threadIdx.x / 32];
-  std::memcpy(&warp.values[threadIdx.x % 32], &value, 4);
+  std::memcpy(&warp.shuffled[threadIdx.x % 32], &value, sizeof(T));
   warp_barrier();
   T found;
-  std::memcpy(&found, &warp.values[from], 4);
+  std::memcpy(&found, &warp.shuffled[from], sizeof(T));
   warp_barrier();
   return found;
 }
@@ -183,8 +191,21 @@ template <typename T>
 T __shfl_sync(uint32_t, T value, int from, int width = 32) {
   return shuffle(value, threadIdx.x % 32 / width * width + from % width);
 }
+inline int __reduce_min_sync(uint32_t, int value) {
+  for (int mask = 1; mask < 32; mask *= 2) value = min(value, __shfl_xor_sync(0, value, mask));
+  return value;
+}
 inline void __syncthreads() {
   meet(block->named[0], blockDim.x, true);
+}
+inline int __syncthreads_count(bool counts) {
+  block->count += counts;
+  __syncthreads();
+  const int found = block->count;
+  __syncthreads();
+  block->count = 0;
+  __syncthreads();
+  return found;
 }
 
 // --- groups of cp.async
