@@ -34,7 +34,7 @@ bool check_targets() {
 }
 
 Tensor as_float(const Tensor& tensor) {
-  return torch::stable::contiguous(
+  return as_contiguous(
       tensor.scalar_type() == ScalarType::Float ? tensor : torch::stable::to(tensor, ScalarType::Float));
 }
 
@@ -85,7 +85,7 @@ void CrossEntropyArguments::check(const char* op, const Tensor& logits) const {
 }
 
 CrossEntropyOptions::CrossEntropyOptions(const CrossEntropyArguments& arguments, int64_t vocab)
-    : target(torch::stable::contiguous(arguments.target)) {
+    : target(as_contiguous(arguments.target)) {
   require(vocab < INT_MAX, "cross_entropy: ", vocab, " classes, expected fewer than 2^31 - 1");
   const bool smoothing = arguments.label_smoothing != 0.0;
   if (arguments.ce_weight) class_weight = as_float(*arguments.ce_weight);
@@ -344,7 +344,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   if (rows == 0 || vocab == 0) return;
   CrossEntropyOptions options(arguments, vocab);
   prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
-  const Tensor upstream = as_float(grad_loss), row_stats = torch::stable::contiguous(stats);
+  const Tensor upstream = as_float(grad_loss), row_stats = as_contiguous(stats);
   ce::Problem problem = options.problem;
   problem.logits = logits.data();
   problem.row_stride = logits.rows.stride;

@@ -15,7 +15,7 @@ namespace {
 
 // Makes weights or gradients of rows contiguous. One value for all rows (stride 0) is used without a copy.
 Tensor row_values(const Tensor& values) {
-  return values.dim() == 0 || values.stride(0) == 0 ? values : torch::stable::contiguous(values);
+  return values.dim() == 0 || values.stride(0) == 0 ? values : as_contiguous(values);
 }
 
 // The arguments of a call as kernel parameters. It owns the tensors that had to be copied.
@@ -28,7 +28,7 @@ struct Call {
        const std::optional<Tensor>& row_weight_, double beta, double temperature, bool log_probs,
        int64_t ignore_index)
       : student(std::move(student_rows)), teacher(row_input(teacher_logits)) {
-    if (target_) target = torch::stable::contiguous(*target_);
+    if (target_) target = as_contiguous(*target_);
     if (row_weight_) row_weight = row_values(*row_weight_);
     problem.student = student.data();
     problem.teacher = teacher.data();
@@ -261,7 +261,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   const OpGuard guard(op, student.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(student));
   const Call call(row_input(student), teacher, target, grad_loss, beta, temperature, log_probs, ignore_index);
-  const Tensor contiguous_stats = torch::stable::contiguous(stats);
+  const Tensor contiguous_stats = as_contiguous(stats);
   divergence::Results r = call.results(nullptr, contiguous_stats);
   r.gradient = out.data();
   r.gradient_stride = out.rows.stride;

@@ -61,6 +61,11 @@ const DeviceAttributes& device_attributes(int device);
 Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like);
 Tensor new_like(const Tensor& x);
 
+// x itself or a contiguous copy. torch::stable::contiguous looks up its op by name even for x itself.
+inline Tensor as_contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
 // The placeholder for an output that was not requested.
 inline Tensor no_tensor(ScalarType dtype, const Tensor& like) {
   return empty({0}, dtype, like);

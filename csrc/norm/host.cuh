@@ -49,7 +49,7 @@ class Vectorised {
 // A weight or bias, or a contiguous copy if its stride is not 1.
 inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
   if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
-  return torch::stable::contiguous(*parameter);
+  return as_contiguous(*parameter);
 }
 
 // True for float32 parameters. The checks require one dtype for both.

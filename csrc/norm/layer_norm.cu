@@ -47,8 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int chunks = moment_norm_chunks<T>(p.hidden, bool(vectorised));
-    const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
-    p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
+    std::optional<Tensor> chunk_moments;
+    if (chunks > 0) {
+      chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+      p.chunk_moments = static_cast<Moments*>(chunk_moments->mutable_data_ptr());
+    }
     launch_layer_norm<T>(p, bool(vectorised), chunks, current_stream(x));
   });
   check_launch(op);
@@ -76,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
 
   const RowInput input = row_input(x), upstream = row_input(grad_y);
   const std::optional<Tensor> scale = dense_parameter(weight);
-  const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_mean = as_contiguous(mean), row_scale = as_contiguous(rstd);
   LayerNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();

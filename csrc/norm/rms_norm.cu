@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Te
   const std::optional<RowInput> added =
       grad_residual && need_grad_x ? std::optional(row_input(*grad_residual)) : std::nullopt;
   const std::optional<Tensor> scale = dense_parameter(weight);
-  const Tensor row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_scale = as_contiguous(rstd);
   RmsNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();

@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
 
   const RowInput input = row_input(x), upstream = row_input(grad_y), gate_input = row_input(gate);
   const std::optional<Tensor> factor = dense_parameter(weight);
-  const Tensor row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_scale = as_contiguous(rstd);
   GatedRmsNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();
