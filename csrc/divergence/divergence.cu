@@ -237,16 +237,15 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
 
 void check_for_backward(const char* op, const Tensor& student, const Tensor& grad_loss, const Tensor& stats) {
   const int64_t rows = student.size(0);
-  const auto describe = [](const Tensor& tensor) {
-    return shape_text(tensor) + " and dtype " + dtype_name(tensor.scalar_type());
-  };
   require(grad_loss.scalar_type() == ScalarType::Float &&
               (grad_loss.dim() == 0 || (grad_loss.dim() == 1 && grad_loss.size(0) == rows)),
-          op, ": grad_loss has shape ", describe(grad_loss),
+          op, ": grad_loss has shape ", shape_text(grad_loss), " and dtype ",
+          dtype_name(grad_loss.scalar_type()),
           ", expected float32 with one value, or one per row of student");
   require(stats.scalar_type() == ScalarType::Float && stats.dim() == 2 && stats.size(0) == 5 &&
               stats.size(1) == rows,
-          op, ": stats has shape ", describe(stats), ", expected float32 with 5 values per row of student");
+          op, ": stats has shape ", shape_text(stats), " and dtype ", dtype_name(stats.scalar_type()),
+          ", expected float32 with 5 values per row of student");
   check_same_device(op, "grad_loss", grad_loss, "student", student);
   check_same_device(op, "stats", stats, "student", student);
 }
