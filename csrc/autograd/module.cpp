@@ -46,6 +46,7 @@ struct Entry {
   Stack defaults;
   size_t results;     // so many of the op are returned: a Tensor if it is one, else a tuple
   size_t positional;  // so many parameters may be given by position
+  bool casts;         // under autocast on a GPU Python must see the call
 
   // The arguments of the op; false for a call that Python must see.
   bool parse(PyObject* const* args, size_t count, PyObject* keywords, Stack& stack, bool& records) const;
@@ -53,10 +54,11 @@ struct Entry {
 
 // False under modes, transforms and tracers, which include further keys, and inside of another op, where
 // autograd is off.
-bool is_plain() {
+bool is_plain(const Entry& entry) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   return keys.included_ == c10::default_included_set &&
          !keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) &&
+         (!entry.casts || keys.excluded_.has(c10::DispatchKey::AutocastCUDA)) &&
          at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
@@ -133,7 +135,7 @@ bool Entry::parse(PyObject* const* args, size_t count, PyObject* keywords, Stack
 }
 
 PyObject* run(const Entry& entry, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-  if (!is_plain()) Py_RETURN_NOTIMPLEMENTED;
+  if (!is_plain(entry)) Py_RETURN_NOTIMPLEMENTED;
   Stack stack = entry.defaults;
   bool records = false;
   if (!entry.parse(args, count, keywords, stack, records)) Py_RETURN_NOTIMPLEMENTED;
@@ -217,9 +219,10 @@ PythonBackward backward_of(py::object function) {
 // --- the module -------------------------------------------------------------------------------------------
 
 // An entry with these parameters: (name,), or (name, default).
-py::object entry_of(const Formula& formula, const py::sequence& parameters, size_t results,
-                    size_t positional) {
-  auto entry = std::make_unique<Entry>(Entry{formula, {}, Stack(formula.arguments()), results, positional});
+py::object entry_of(const Formula& formula, const py::sequence& parameters, size_t results, size_t positional,
+                    bool casts) {
+  auto entry =
+      std::make_unique<Entry>(Entry{formula, {}, Stack(formula.arguments()), results, positional, casts});
   const auto& schema = formula.forward.schema();
   for (size_t i = 0; i < formula.arguments(); ++i) {
     const auto& argument = schema.arguments()[i];

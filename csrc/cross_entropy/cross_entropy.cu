@@ -18,6 +18,9 @@
 namespace liger {
 namespace {
 
+// Each block counts the valid rows of a call with at most so many, without a launch before the rows.
+constexpr int64_t kCountedRows = 256;
+
 // The environment variable LIGER_CHECK_TARGETS, read once.
 bool check_targets() {
   static const bool requested = [] {
@@ -31,7 +34,7 @@ bool check_targets() {
 }
 
 Tensor as_float(const Tensor& tensor) {
-  return torch::stable::contiguous(
+  return as_contiguous(
       tensor.scalar_type() == ScalarType::Float ? tensor : torch::stable::to(tensor, ScalarType::Float));
 }
 
@@ -82,7 +85,7 @@ void CrossEntropyArguments::check(const char* op, const Tensor& logits) const {
 }
 
 CrossEntropyOptions::CrossEntropyOptions(const CrossEntropyArguments& arguments, int64_t vocab)
-    : target(torch::stable::contiguous(arguments.target)) {
+    : target(as_contiguous(arguments.target)) {
   require(vocab < INT_MAX, "cross_entropy: ", vocab, " classes, expected fewer than 2^31 - 1");
   const bool smoothing = arguments.label_smoothing != 0.0;
   if (arguments.ce_weight) class_weight = as_float(*arguments.ce_weight);
@@ -148,9 +151,10 @@ CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool 
   logprobs = buffer(outputs.logprobs, ScalarType::Float);
   entropy = buffer(outputs.entropy, ScalarType::Float);
   loss = per_row ? row_loss : scalar(true);
-  z_loss = per_row ? row_z_loss : scalar(outputs.z_loss);
+  // Placeholders are shared with what the op does not return.
+  z_loss = per_row || !outputs.z_loss ? row_z_loss : scalar(true);
   token_accuracy = scalar(outputs.token_accuracy);
-  argmax = outputs.argmax ? predicted : no_tensor(ScalarType::Long, like);
+  argmax = outputs.argmax || !outputs.token_accuracy ? predicted : no_tensor(ScalarType::Long, like);
 }
 
 void CrossEntropyResults::attach(ce::Problem& problem, int64_t first_row) const {
@@ -209,9 +213,14 @@ class Forward {
   // logits.
   void run(void* gradient, int64_t gradient_stride) {
     const Tensor& like = logits.tensor;
-    prepare_cross_entropy(kOp, options_, arguments_.denominator, arguments_.reduction == "mean",
-                          used_denominator);
+    const bool mean = arguments_.reduction == "mean";
     ce::Problem problem = options_.problem;
+    if (rows_find_denominator(mean)) {
+      problem.new_denominator = static_cast<float*>(used_denominator.mutable_data_ptr());
+      problem.mean = mean;
+    } else {
+      prepare_cross_entropy(kOp, options_, arguments_.denominator, mean, used_denominator);
+    }
     problem.logits = logits.data();
     problem.row_stride = logits.rows.stride;
     problem.gradient = gradient;
@@ -227,6 +236,13 @@ class Forward {
   }
 
  private:
+  // Whether the kernel of the rows can write used_denominator: the number of rows, if they are few, or 1.
+  bool rows_find_denominator(bool mean) const {
+    const int64_t rows = logits.tensor.size(0);
+    return rows > 0 && !arguments_.denominator && !options_.weight_sum && !check_targets() &&
+           (!mean || (!options_.class_weight && rows <= kCountedRows));
+  }
+
   const OpGuard guard_;
   const CrossEntropyArguments& arguments_;
   CrossEntropyOptions options_;
@@ -328,7 +344,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   if (rows == 0 || vocab == 0) return;
   CrossEntropyOptions options(arguments, vocab);
   prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
-  const Tensor upstream = as_float(grad_loss), row_stats = torch::stable::contiguous(stats);
+  const Tensor upstream = as_float(grad_loss), row_stats = as_contiguous(stats);
   ce::Problem problem = options.problem;
   problem.logits = logits.data();
   problem.row_stride = logits.rows.stride;

@@ -90,7 +90,7 @@ Tensor row_values(const char* op, const char* name, const Tensor& values, const 
           name, " has shape ", shape_text(values), " and dtype ", dtype_name(values.scalar_type()),
           ", expected (", rows, ",) float32");
   check_same_device(op, name, values, "logits", logits);
-  return torch::stable::contiguous(values);
+  return as_contiguous(values);
 }
 
 template <typename T, bool kExtras>

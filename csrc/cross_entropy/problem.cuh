@@ -39,12 +39,14 @@ struct Problem {
   const float* class_weight;  // (vocab)
   const float* token_weight;  // (rows)
   const float* denominator;   // divides the gradient
+  float* new_denominator;     // written and used instead by the row kernels if it is not null
   const float* weight_sum;    // sum of class_weight, set with kSmoothing and class_weight
   const float* offset;  // one number that was subtracted from all logits; only the z-loss needs it; null: 0
   float label_smoothing;
   float lse_square_scale;
   float softcap;
   unsigned extras;
+  bool mean;  // new_denominator is the number of valid rows, else 1
   float* loss;
   float* z_loss;
   float *row_max, *row_sum;  // of the logits, and of exp(z - row_max); 0 and 1 in ignored rows

@@ -52,6 +52,21 @@ __device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* s
   merge_slots(s, slots, blockDim.x / 32);
 }
 
+// The divisor of the gradient. A new one is the same in every block, and the first block writes it. All
+// threads of a block call it.
+__device__ __forceinline__ float denominator_of(const Problem& p) {
+  if (p.new_denominator == nullptr) return *p.denominator;
+  int valid = p.mean ? 0 : 1;
+  for (int64_t first = 0; p.mean && first < p.rows; first += blockDim.x) {
+    const int64_t row = first + threadIdx.x;
+    const int64_t y = row < p.rows ? p.targets[row] : -1;
+    valid += __syncthreads_count(y >= 0 && y < p.vocab && y != p.targets.ignore_index);
+  }
+  const float denominator = static_cast<float>(valid);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.new_denominator = denominator;
+  return denominator;
+}
+
 // The statistics of the vectors and edge elements that this thread reads of a row; merge_block() reduces them
 // over the block.
 template <typename T, bool kExtras>
@@ -95,6 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   const bool write_gradient = p.gradient != nullptr;
   T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
   const AlignedRow aligned = align_row(logits, p.vocab);
+  const float denominator = write_gradient || p.new_denominator != nullptr ? denominator_of(p) : 1.0f;
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
     if (write_gradient) write_zeros(out, p.vocab, 0, 1);
@@ -103,7 +119,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   }
 
   const Row row = read_row<kExtras>(p, logits, index, y);
-  const float upstream = write_gradient ? row.token_weight / *p.denominator : 0.0f;
+  const float upstream = row.token_weight / denominator;
   const int step = blockDim.x;
   Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, aligned);
   merge_block(stats, slots);

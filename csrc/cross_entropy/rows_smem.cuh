@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   int64_t y = target_of(row), y_next = target_of(row + row_step);
   Slice<T> now = slice_of(row, y);
   if (now.valid) load_all(now, row, y);
-  const float denominator = *p.denominator;
+  const float denominator = denominator_of(p);
   cluster_reduce.wait_peers();
 
   for (; row < p.rows; row += row_step) {

@@ -15,7 +15,7 @@ namespace {
 
 // Makes weights or gradients of rows contiguous. One value for all rows (stride 0) is used without a copy.
 Tensor row_values(const Tensor& values) {
-  return values.dim() == 0 || values.stride(0) == 0 ? values : torch::stable::contiguous(values);
+  return values.dim() == 0 || values.stride(0) == 0 ? values : as_contiguous(values);
 }
 
 // The arguments of a call as kernel parameters. It owns the tensors that had to be copied.
@@ -28,7 +28,7 @@ struct Call {
        const std::optional<Tensor>& row_weight_, double beta, double temperature, bool log_probs,
        int64_t ignore_index)
       : student(std::move(student_rows)), teacher(row_input(teacher_logits)) {
-    if (target_) target = torch::stable::contiguous(*target_);
+    if (target_) target = as_contiguous(*target_);
     if (row_weight_) row_weight = row_values(*row_weight_);
     problem.student = student.data();
     problem.teacher = teacher.data();
@@ -237,16 +237,15 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
 
 void check_for_backward(const char* op, const Tensor& student, const Tensor& grad_loss, const Tensor& stats) {
   const int64_t rows = student.size(0);
-  const auto describe = [](const Tensor& tensor) {
-    return shape_text(tensor) + " and dtype " + dtype_name(tensor.scalar_type());
-  };
   require(grad_loss.scalar_type() == ScalarType::Float &&
               (grad_loss.dim() == 0 || (grad_loss.dim() == 1 && grad_loss.size(0) == rows)),
-          op, ": grad_loss has shape ", describe(grad_loss),
+          op, ": grad_loss has shape ", shape_text(grad_loss), " and dtype ",
+          dtype_name(grad_loss.scalar_type()),
           ", expected float32 with one value, or one per row of student");
   require(stats.scalar_type() == ScalarType::Float && stats.dim() == 2 && stats.size(0) == 5 &&
               stats.size(1) == rows,
-          op, ": stats has shape ", describe(stats), ", expected float32 with 5 values per row of student");
+          op, ": stats has shape ", shape_text(stats), " and dtype ", dtype_name(stats.scalar_type()),
+          ", expected float32 with 5 values per row of student");
   check_same_device(op, "grad_loss", grad_loss, "student", student);
   check_same_device(op, "stats", stats, "student", student);
 }
@@ -261,7 +260,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   const OpGuard guard(op, student.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(student));
   const Call call(row_input(student), teacher, target, grad_loss, beta, temperature, log_probs, ignore_index);
-  const Tensor contiguous_stats = torch::stable::contiguous(stats);
+  const Tensor contiguous_stats = as_contiguous(stats);
   divergence::Results r = call.results(nullptr, contiguous_stats);
   r.gradient = out.data();
   r.gradient_stride = out.rows.stride;

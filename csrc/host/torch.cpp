@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "host/launch/capture.h"
 
@@ -75,10 +76,20 @@ Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims,
 
 }  // namespace
 
-Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
-  return empty_strided(shape.data(), strides.data(), static_cast<int64_t>(shape.size()), dtype, like);
+Tensor empty(std::span<const int64_t> shape, ScalarType dtype, const Tensor& like) {
+  int64_t few[8];
+  std::vector<int64_t> many;
+  int64_t* strides = few;
+  if (shape.size() > std::size(few)) {
+    many.resize(shape.size());
+    strides = many.data();
+  }
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(shape[d], 1);
+  }
+  return empty_strided(shape.data(), strides, static_cast<int64_t>(shape.size()), dtype, like);
 }
 
 Tensor new_like(const Tensor& x) {

@@ -10,7 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <vector>
+#include <span>
 
 #include "device/rows.cuh"
 #include "host/checks/checks.h"
@@ -58,8 +58,16 @@ const DeviceAttributes& device_attributes(int device);
 // A contiguous tensor on the device of `like`; and a tensor of the shape and dtype of x, with its strides if
 // it is dense. torch::stable::new_empty and empty_like look up their op by name in every call: 0.3 us of host
 // time.
-Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like);
+Tensor empty(std::span<const int64_t> shape, ScalarType dtype, const Tensor& like);
+inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype, const Tensor& like) {
+  return empty(std::span(shape.begin(), shape.size()), dtype, like);
+}
 Tensor new_like(const Tensor& x);
+
+// x itself or a contiguous copy. torch::stable::contiguous looks up its op by name even for x itself.
+inline Tensor as_contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
 
 // The placeholder for an output that was not requested.
 inline Tensor no_tensor(ScalarType dtype, const Tensor& like) {

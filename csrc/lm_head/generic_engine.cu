@@ -158,7 +158,7 @@ class GenericEngine {
         layout_(lay_out_chunks(problem_, call.need_grad_input, rows_, rows_)),
         x_(as_matrix(call.input)),
         w_(as_matrix(call.weight)),
-        bias_(call.bias ? std::optional<Tensor>(torch::stable::contiguous(*call.bias)) : std::nullopt),
+        bias_(call.bias ? std::optional<Tensor>(as_contiguous(*call.bias)) : std::nullopt),
         gemm_(kOp, call.stream),
         grad_bias_(allocate(call.need_grad_bias, {vocab_}, dtype_)),
         bias_sum_(allocate(call.need_grad_bias, {vocab_}, ScalarType::Float)),

@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     return {y.result, mean, rstd};
   }
 
-  const Tensor input = torch::stable::contiguous(x);
+  const Tensor input = as_contiguous(x);
   const std::optional<Tensor> scale = dense_parameter(weight), added = dense_parameter(bias);
   GroupNorm p{};
   p.x = input.const_data_ptr();
@@ -128,8 +128,11 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     const bool in_smem = vectorised && device.code.architecture >= 90 && !fits_in_registers(p.hidden / n);
     if (in_smem && launch_forward_smem<T>(op, p, device, current_stream(x))) return;
     const int chunks = moment_norm_chunks<T>(p.hidden, vectorised);
-    const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
-    p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
+    std::optional<Tensor> chunk_moments;
+    if (chunks > 0) {
+      chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+      p.chunk_moments = static_cast<Moments*>(chunk_moments->mutable_data_ptr());
+    }
     launch_group_norm<T>(p, vectorised, chunks, current_stream(x));
   });
   check_launch(op);
@@ -162,9 +165,9 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};
   if (x.numel() == 0 || !(need_grad_x || need_grad_weight || need_grad_bias)) return grads;
 
-  const Tensor input = torch::stable::contiguous(x), upstream = torch::stable::contiguous(grad_y);
+  const Tensor input = as_contiguous(x), upstream = as_contiguous(grad_y);
   const std::optional<Tensor> scale = dense_parameter(weight);
-  const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_mean = as_contiguous(mean), row_scale = as_contiguous(rstd);
   GroupNormBackward p{};
   p.grad_y = upstream.const_data_ptr();
   p.x = input.const_data_ptr();
@@ -189,22 +192,22 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     // There is a partial sum per sample, or per block of a group if rows are staged in shared memory.
     const int64_t blocks = smem.blocks(), partials = sizes.samples * std::max<int64_t>(blocks, 1);
     const Tensor sums = empty({partials, 2, sizes.channels}, ScalarType::Float, x);
-    const Tensor gradients =
-        empty({blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
     p.sums = static_cast<float*>(sums.mutable_data_ptr());
-    p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
     if (blocks > 0) {
       p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
       smem.run(sizes.rows(), stream, p);
     } else {
+      const Tensor gradients =
+          empty({sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
+      p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
       launch_group_norm_backward<T>(p, vectorised, stream);
     }
     check_launch(op);
-    // p.sums has both gradients even if only one is needed.
     if (!need_grad_weight && !need_grad_bias) return;
-    const Tensor weight_out = need_grad_weight ? grad_weight : new_like(grad_bias);
-    const Tensor bias_out = need_grad_bias ? grad_bias : new_like(grad_weight);
-    sum_partials<T>(p.sums, static_cast<int>(partials), weight_out, &bias_out, false, stream);
+    // p.sums has both gradients even if only one is needed.
+    const ParameterGrads<2> both{{p.sums, p.sums + sizes.channels}, 2 * sizes.channels, true};
+    sum_partials<T>(both, static_cast<int>(partials), parameter_grads(grad_weight, grad_bias), sizes.channels,
+                    false, stream);
   });
   check_launch(op);
   grad_x.finish();

@@ -9,9 +9,8 @@
 
 #include "device/vec.cuh"
 #include "host/checks/parts.h"
-#include "host/launch/dispatch.h"
 #include "host/torch.h"
-#include "norm/sum_partials.cuh"
+#include "norm/parameter_grads.cuh"
 
 namespace liger {
 
@@ -50,7 +49,7 @@ class Vectorised {
 // A weight or bias, or a contiguous copy if its stride is not 1.
 inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
   if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
-  return torch::stable::contiguous(*parameter);
+  return as_contiguous(*parameter);
 }
 
 // True for float32 parameters. The checks require one dtype for both.
@@ -73,24 +72,33 @@ inline void fill_empty_row_statistic(const Tensor& statistic) {
   if (statistic.numel() > 0) torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
 }
 
-// Writes the gradients of one or two parameters of one dtype, T or float32, from their partial sums
-// (partials, 1 or 2, length).
-template <typename T>
-void sum_partials(const float* partial, int partials, const Tensor& grad, const Tensor* other_grad,
-                  bool overlap, cudaStream_t stream) {
-  const auto launch = [&](auto tag) {
-    using W = typename decltype(tag)::type;
-    W* const out = static_cast<W*>(grad.mutable_data_ptr());
-    if (other_grad) {
-      W* const both[2] = {out, static_cast<W*>(other_grad->mutable_data_ptr())};
-      launch_sum_partials(PartialSums<W, 2>::interleaved(partial, partials, grad.size(0), both), grad.size(0),
-                          overlap, stream);
-    } else {
-      launch_sum_partials(PartialSums<W, 1>{{partial}, {partials}, grad.size(0), {out}}, grad.size(0),
-                          overlap, stream);
-    }
-  };
-  grad.scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});
+// The gradients that are needed: those that have elements.
+template <typename... Grads>
+ParameterGrads<sizeof...(Grads)> parameter_grads(const Grads&... grads) {
+  return {{(grads.numel() > 0 ? grads.mutable_data_ptr() : nullptr)...},
+          0,
+          ((grads.scalar_type() == ScalarType::Float) || ...)};
+}
+
+// Runs launch(), a norm's backward of x with the parameters p, and adds the partial sums of p.grads, the
+// gradients of parameters of `length` elements.
+template <typename T, typename Params, typename Launch>
+void launch_norm_backward(const char* op, Params& p, int64_t length, int partials, const Tensor& x,
+                          const Launch& launch) {
+  std::optional<Tensor> partial;
+  launch_with_sums<T>(
+      p.grads, length, partials, device_attributes(x.get_device_index()).code.architecture >= 90,
+      current_stream(x),
+      [&](const auto& sums) {
+        p.grads = sums;
+        launch();
+        check_launch(op);
+      },
+      [&](int64_t floats) {
+        partial = empty({floats}, ScalarType::Float, x);
+        return static_cast<float*>(partial->mutable_data_ptr());
+      });
+  check_launch(op);
 }
 
 }  // namespace liger

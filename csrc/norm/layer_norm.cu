@@ -47,8 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int chunks = moment_norm_chunks<T>(p.hidden, bool(vectorised));
-    const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
-    p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
+    std::optional<Tensor> chunk_moments;
+    if (chunks > 0) {
+      chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+      p.chunk_moments = static_cast<Moments*>(chunk_moments->mutable_data_ptr());
+    }
     launch_layer_norm<T>(p, bool(vectorised), chunks, current_stream(x));
   });
   check_launch(op);
@@ -76,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
 
   const RowInput input = row_input(x), upstream = row_input(grad_y);
   const std::optional<Tensor> scale = dense_parameter(weight);
-  const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_mean = as_contiguous(mean), row_scale = as_contiguous(rstd);
   LayerNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();
@@ -95,31 +98,18 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
     p.grad_x_rows = grad_x.rows;
     vectorised.rows(p.grad_x, p.grad_x_rows);
   }
+  p.grads = parameter_grads(grad_weight, grad_bias);
   const DeviceAttributes& device = device_attributes(x.get_device_index());
-  const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardPlan plan = plan_norm_backward<T>(
         p.rows, p.hidden, bool(vectorised), 2,
         has_fast_path(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>, device.sm_count,
         device.shared_memory_per_block_optin);
-    if (!need_grad_weight && !need_grad_bias) {
-      launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
-      return;
-    }
-    // A partial sum has the sum of grad_weight, then the sum of grad_bias.
-    const bool both = need_grad_weight && need_grad_bias;
-    p.partial_stride = (both ? 2 : 1) * p.hidden;
-    const Tensor partial = empty({plan.partials, p.partial_stride}, ScalarType::Float, x);
-    float* const sums = static_cast<float*>(partial.mutable_data_ptr());
-    if (need_grad_weight) p.grad_weight = sums;
-    if (need_grad_bias) p.grad_bias = both ? sums + p.hidden : sums;
-    launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
-    check_launch(op);
-    sum_partials<T>(sums, plan.partials, need_grad_weight ? grad_weight : grad_bias,
-                    both ? &grad_bias : nullptr, device.code.architecture >= 90, stream);
+    launch_norm_backward<T>(op, p, p.hidden, plan.partials, x, [&] {
+      launch_layer_norm_backward<T>(p, plan, bool(vectorised), current_stream(x));
+    });
   });
-  check_launch(op);
   grad_x.finish();
   return grads;
 }

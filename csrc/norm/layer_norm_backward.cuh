@@ -6,8 +6,8 @@
 // grad_x = rstd * (grad_y * w - a - xhat * c), grad_weight = sum over rows of grad_y * xhat, and grad_bias =
 // sum over rows of grad_y. xhat is never materialised: it is recomputed from x, mean and rstd.
 //
-// The RMSNorm backward (norm/rms_norm_backward.cuh) has the same grid, shared-memory ring, split over rows
-// and alignment. One reduction per row computes both sums.
+// The RMSNorm backward (norm/rms_norm_backward.cuh) has the same grid, shared-memory ring, split over rows,
+// sums of a single block and alignment. One reduction per row computes both sums.
 #pragma once
 
 #include <type_traits>
@@ -23,10 +23,10 @@ template <typename RowOffsets>
 struct LayerNormBackwardParams {
   const void *grad_y, *x, *weight;  // weight may be null
   const float *mean, *rstd;
-  void* grad_x;                    // null: not needed
-  float *grad_weight, *grad_bias;  // partial sums, partial_stride elements apart; null: not needed
+  void* grad_x;             // null: not needed
+  ParameterGrads<2> grads;  // of the weight and the bias
   RowOffsets grad_y_rows, x_rows, grad_x_rows;
-  int64_t rows, hidden, partial_stride;
+  int64_t rows, hidden;
   bool float_weight;
 };
 using LayerNormBackward = LayerNormBackwardParams<Rows>;
@@ -44,14 +44,12 @@ inline FastLayerNormBackward fast_params(const LayerNormBackward& p) {
           p.mean,
           p.rstd,
           p.grad_x,
-          p.grad_weight,
-          p.grad_bias,
+          p.grads,
           {p.grad_y_rows.stride},
           {p.x_rows.stride},
           {p.grad_x_rows.stride},
           p.rows,
           p.hidden,
-          p.partial_stride,
           p.float_weight};
 }
 
@@ -267,9 +265,9 @@ __global__ void __launch_bounds__(kLayerNormThreads<T, V, kFastPath>, 1) layer_n
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
-  const int64_t offset = int64_t{blockIdx.x} * p.partial_stride;
-  if (p.grad_weight) store_block_sum<N, V>(coord, weight_grad, shared, p.hidden, p.grad_weight + offset);
-  if (p.grad_bias) store_block_sum<N, V>(coord, bias_grad, shared, p.hidden, p.grad_bias + offset);
+  const int64_t offset = int64_t{blockIdx.x} * p.grads.stride;
+  store_block_sum<T>(coord, weight_grad, shared, p.hidden, p.grads, 0, offset);
+  store_block_sum<T>(coord, bias_grad, shared, p.hidden, p.grads, 1, offset);
 }
 
 // grad_x of one row per block that does not fit in its registers: the row is read twice, the second time
@@ -327,9 +325,9 @@ __global__ void __launch_bounds__(256) layer_norm_parameter_grads_kernel(const L
       bias_sums[i] += gs[i];
     }
   }
-  const int64_t offset = blockIdx.y * p.partial_stride + column;
-  if (p.grad_weight) store_floats<N>(p.grad_weight + offset, weight_sums);
-  if (p.grad_bias) store_floats<N>(p.grad_bias + offset, bias_sums);
+  const int64_t offset = blockIdx.y * p.grads.stride + column;
+  if (p.grads.data[0]) p.grads.template store<T>(0, offset, weight_sums);
+  if (p.grads.data[1]) p.grads.template store<T>(1, offset, bias_sums);
 }
 
 template <typename T, int N, int V, int R>
@@ -352,7 +350,7 @@ template <typename T, int N>
 void launch_layer_norm_backward_wide(const LayerNormBackward& p, int partials, cudaStream_t stream) {
   if (p.grad_x)
     layer_norm_backward_wide_kernel<T, N><<<static_cast<unsigned>(p.rows), kMaxRowThreads, 0, stream>>>(p);
-  if (p.grad_weight || p.grad_bias) {
+  if (p.grads.data[0] || p.grads.data[1]) {
     const dim3 grid(static_cast<unsigned>((p.hidden + 256 * N - 1) / (256 * N)), partials);
     layer_norm_parameter_grads_kernel<T, N><<<grid, 256, 0, stream>>>(p);
   }

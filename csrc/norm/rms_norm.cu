@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Te
   const std::optional<RowInput> added =
       grad_residual && need_grad_x ? std::optional(row_input(*grad_residual)) : std::nullopt;
   const std::optional<Tensor> scale = dense_parameter(weight);
-  const Tensor row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_scale = as_contiguous(rstd);
   RmsNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();
@@ -120,8 +120,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Te
     p.extra_rows = added->rows;
     vectorised.rows(p.extra, p.extra_rows);
   }
+  p.grads = parameter_grads(grad_weight);
   const DeviceAttributes& device = device_attributes(x.get_device_index());
-  const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch =
@@ -129,26 +129,9 @@ std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Te
     const BackwardPlan plan =
         plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, kMaxRowThreads,
                               device.sm_count, device.shared_memory_per_block_optin);
-    if (!need_grad_weight) {
-      launch(p, plan, bool(vectorised), stream);
-      return;
-    }
-    if (plan.partials == 1 && plan.rows.width > 0) {
-      void* const out = grad_weight.mutable_data_ptr();
-      if (grad_weight.scalar_type() == x.scalar_type())
-        p.grad_weight = out;
-      else
-        p.partial = static_cast<float*>(out);
-      launch(p, plan, bool(vectorised), stream);
-      return;
-    }
-    const Tensor partial = empty({plan.partials, p.hidden}, ScalarType::Float, x);
-    p.partial = static_cast<float*>(partial.mutable_data_ptr());
-    launch(p, plan, bool(vectorised), stream);
-    check_launch(op);
-    sum_partials<T>(p.partial, plan.partials, grad_weight, nullptr, device.code.architecture >= 90, stream);
+    launch_norm_backward<T>(op, p, p.hidden, plan.partials, x,
+                            [&] { launch(p, plan, bool(vectorised), current_stream(x)); });
   });
-  check_launch(op);
   grad_x.finish();
   return {grad_x.result, grad_weight};
 }

@@ -23,7 +23,6 @@
 #include "norm/rms_norm_backward_params.cuh"
 #include "norm/rms_norm_backward_wide.cuh"
 #include "norm/row_ring.cuh"
-#include "norm/sum_partials.cuh"
 
 namespace liger {
 
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
   RowSum<R> row_sum(scratch, lanes);
   bool need_grad_input = p.grad_x != nullptr;
   if constexpr (kExtra == Extra::kGateFirst) need_grad_input = need_grad_input || p.grad_gate != nullptr;
-  const bool need_grad_weight = p.partial != nullptr || p.grad_weight != nullptr;
+  const bool need_grad_weight = p.grads.data[0] != nullptr;
   const bool round_scaled = kFastPath || p.round_scaled;
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
@@ -235,13 +234,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
-  if (p.grad_weight) {
-    store_block_sum<N, V>(coord, weight_grad, shared, p.hidden, static_cast<T*>(p.grad_weight));
-    return;
-  }
-  if (!need_grad_weight) return;
-  store_block_sum<N, V>(coord, weight_grad, shared, p.hidden,
-                        p.partial + int64_t{columns.block} * columns.groups * p.hidden + columns.first);
+  store_block_sum<T>(coord, weight_grad, shared, p.hidden, p.grads, 0,
+                     int64_t{columns.block} * p.grads.stride + columns.first);
 }
 
 template <typename T, int N, int V, int R, Extra kExtra>

@@ -7,6 +7,7 @@
 
 #include "device/rows.cuh"
 #include "norm/backward_plan.cuh"
+#include "norm/parameter_grads.cuh"
 #include "norm/rms_norm.cuh"
 
 namespace liger {
@@ -16,9 +17,8 @@ struct RmsNormBackwardParams {
   // extra: grad_residual, which is added to grad_x, or the gate. extra and weight may be null.
   const void *grad_y, *extra, *x, *weight;
   const float* rstd;
-  void* grad_x;       // null: not needed
-  float* partial;     // partial sums of grad_weight, (blocks, columns of a row); null: not needed
-  void* grad_weight;  // of the dtype of x: written instead of the partial sums where there is one; else null
+  void* grad_x;             // null: not needed
+  ParameterGrads<1> grads;  // of the weight
   RowOffsets grad_y_rows, extra_rows, x_rows, grad_x_rows;
   int64_t rows, hidden;
   float offset;
@@ -48,8 +48,7 @@ inline FastRmsNormBackward fast_params(const RmsNormBackward& p) {
           p.weight,
           p.rstd,
           p.grad_x,
-          p.partial,
-          p.grad_weight,
+          p.grads,
           {p.grad_y_rows.stride},
           {p.extra_rows.stride},
           {p.x_rows.stride},

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(256) rms_norm_weight_grad_kernel(const RmsNorm
                                      gs);
     accumulate_weight_grad<T, N>(xs, gs, p.rstd[row * groups + group], p.round_scaled, sum);
   }
-  store_floats<N>(p.partial + blockIdx.y * total + column, sum);
+  p.grads.template store<T>(0, blockIdx.y * p.grads.stride + column, sum);
 }
 
 template <typename T, int N, Extra kExtra>
@@ -125,7 +125,7 @@ void launch_rms_norm_backward_wide(const RmsNormBackwardOf<kExtra>& p, int parti
     rms_norm_backward_wide_kernel<T, N, kExtra>
         <<<blocks_of_groups<kExtra>(p, p.rows), kMaxRowThreads, 0, stream>>>(p);
   }
-  if (p.partial) {
+  if (p.grads.data[0]) {
     const dim3 grid(static_cast<unsigned>((columns + 256 * N - 1) / (256 * N)), partials);
     rms_norm_weight_grad_kernel<T, N, kExtra><<<grid, 256, 0, stream>>>(p);
   }

@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
 
   const RowInput input = row_input(x), upstream = row_input(grad_y), gate_input = row_input(gate);
   const std::optional<Tensor> factor = dense_parameter(weight);
-  const Tensor row_scale = torch::stable::contiguous(rstd);
+  const Tensor row_scale = as_contiguous(rstd);
   GatedRmsNormBackward p{};
   p.grad_y = upstream.data();
   p.x = input.data();
@@ -135,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
     p.grad_gate_rows = grad_gate.rows;
     vectorised.rows(p.grad_gate, p.grad_gate_rows);
   }
+  p.grads = parameter_grads(grad_weight);
   const DeviceAttributes& device = device_attributes(x.get_device_index());
-  const cudaStream_t stream = current_stream(x);
   // All groups together have about one block per SM.
   const int blocks_per_group = std::max<int>(1, static_cast<int>(device.sm_count / groups));
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
@@ -145,17 +145,9 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
                                          : launch_rms_norm_backward<T, Extra::kGateFirst>;
     const BackwardPlan plan = plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 3, kMaxRowThreads,
                                                     blocks_per_group, device.shared_memory_per_block_optin);
-    if (!need_grad_weight) {
-      launch(p, plan, bool(vectorised), stream);
-      return;
-    }
-    const Tensor partial = empty({plan.partials, x.size(-1)}, ScalarType::Float, x);
-    p.partial = static_cast<float*>(partial.mutable_data_ptr());
-    launch(p, plan, bool(vectorised), stream);
-    check_launch(op);
-    sum_partials<T>(p.partial, plan.partials, grad_weight, nullptr, device.code.architecture >= 90, stream);
+    launch_norm_backward<T>(op, p, x.size(-1), plan.partials, x,
+                            [&] { launch(p, plan, bool(vectorised), current_stream(x)); });
   });
-  check_launch(op);
   grad_x.finish();
   grad_gate.finish();
   return {grad_x.result, grad_gate.result, grad_weight};

@@ -8,12 +8,11 @@
 // no barrier, and a slot is refilled as soon as its thread has read it.
 #pragma once
 
-#include <type_traits>
-
+#include "device/async.cuh"
 #include "device/reduce.cuh"
-#include "device/vec.cuh"
 #include "host/launch/shared_memory.h"
 #include "norm/backward_plan.cuh"
+#include "norm/parameter_grads.cuh"
 
 namespace liger {
 
@@ -143,29 +142,26 @@ struct RowSum {
 #pragma unroll
       for (int r = 0; r < R; ++r) sums[r * kMaxRowWarps + (threadIdx.x - group * lanes) / 32] = x[r];
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(lanes) : "memory");
+    sync_threads(group + 1, lanes);
 #pragma unroll
     for (int r = 0; r < R; ++r)
       x[r] = warp_reduce<Sum, kMaxRowWarps>(sums[r * kMaxRowWarps + threadIdx.x % kMaxRowWarps]);
   }
 };
 
-// Sums `sums`, this thread's columns of a row, over the thread groups of a block, and writes the result to
-// out (hidden), float or rounded. The groups exchange their sums through the shared memory of the ring, which
-// must have no copies in flight. The order of additions is fixed.
-template <int N, int V, typename Out>
+// Sums `sums`, this thread's columns of a row, over the thread groups of a block, and stores the results from
+// `first` on as sums of parameter k, if its gradient is needed. The groups exchange their sums through the
+// shared memory of the ring, which must have no copies in flight. The order of additions is fixed.
+template <typename T, int N, int V, int K>
 __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const float (&sums)[V][N],
-                                                unsigned char* shared, int64_t hidden, Out* out) {
+                                                unsigned char* shared, int64_t hidden,
+                                                const ParameterGrads<K>& grads, int k, int64_t first) {
+  if (!grads.data[k]) return;
   if (coord.groups == 1) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int vector = coord.lane + j * coord.lanes;
-      if (vector >= coord.vectors) continue;
-      if constexpr (std::is_same_v<Out, float>) {
-        store_floats<N>(out + vector * N, sums[j]);
-      } else {
-        store(out + vector * N, pack<Out, N>(sums[j]));
-      }
+      if (vector < coord.vectors) grads.template store<T>(k, first + vector * N, sums[j]);
     }
     return;
   }
@@ -181,9 +177,9 @@ __device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const 
   }
   __syncthreads();
   for (int column = threadIdx.x; column < hidden; column += blockDim.x) {
-    float sum = 0.0f;
-    for (int other = 0; other < coord.groups; ++other) sum += group_sums[other * hidden + column];
-    out[column] = static_cast<Out>(sum);
+    float sum[1] = {};
+    for (int other = 0; other < coord.groups; ++other) sum[0] += group_sums[other * hidden + column];
+    grads.template store<T>(k, first + column, sum);
   }
 }
 

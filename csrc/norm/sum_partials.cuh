@@ -3,8 +3,8 @@
 // Second pass of a split reduction over rows: the gradients of a norm's parameters from the partial sums of
 // blocks. The order of the additions is fixed, so the result is deterministic.
 //
-// Grid: (columns / 16, K). Partial sums are read as float4 if `hidden` is a multiple of 4; `partial` is
-// aligned to 16 bytes then.
+// Grid: (columns / 16, parameters). Partial sums are read as float4 if `hidden` is a multiple of 4; `partial`
+// is aligned to 16 bytes then.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,18 +23,6 @@ struct PartialSums {
   int count[K];
   int64_t stride;
   W* out[K];
-
-  // The parameters alternate: (count, K, hidden).
-  static PartialSums interleaved(const float* partial, int count, int64_t hidden, W* const (&out)[K]) {
-    PartialSums sums{};
-    sums.stride = K * hidden;
-    for (int k = 0; k < K; ++k) {
-      sums.partial[k] = partial + k * hidden;
-      sums.count[k] = count;
-      sums.out[k] = out[k];
-    }
-    return sums;
-  }
 };
 
 // out[k][h] = sum over b of partial[k][b][h]. A block sums 16 columns, 4 per thread, and reads 128 partials
@@ -89,12 +77,13 @@ __global__ void __launch_bounds__(kSumThreads)
   (other ? sums.out[K - 1] : sums.out[0])[own] = from_float<W>(total);
 }
 
-// overlap: programmatic dependent launch, which overlaps the launch with the end of the kernel before it
-// (compute capability 9.0 and later).
+// parameters: at most K. overlap: programmatic dependent launch, which overlaps the launch with the end of
+// the kernel before it (compute capability 9.0 and later).
 template <typename W, int K>
-void launch_sum_partials(const PartialSums<W, K>& sums, int64_t hidden, bool overlap, cudaStream_t stream) {
+void launch_sum_partials(const PartialSums<W, K>& sums, int parameters, int64_t hidden, bool overlap,
+                         cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), K);
+  config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), parameters);
   config.blockDim = dim3(kSumThreads);
   config.stream = stream;
   cudaLaunchAttribute attribute{};

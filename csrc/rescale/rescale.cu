@@ -58,7 +58,7 @@ Tensor rescale(const Tensor& x, const Tensor& factor) {
   if (is_dense(x)) {
     scale("rescale", x, out, factor);
   } else {
-    const Tensor source = torch::stable::contiguous(x);
+    const Tensor source = as_contiguous(x);
     scale("rescale", source, source, factor);
     torch::stable::copy_(out, source);
   }
@@ -73,7 +73,7 @@ void rescale_(Tensor x, const Tensor& factor) {
   if (is_dense(x)) {
     scale("rescale_", x, x, factor);
   } else {
-    const Tensor source = torch::stable::contiguous(x);
+    const Tensor source = as_contiguous(x);
     scale("rescale_", source, source, factor);
     torch::stable::copy_(x, source);
   }

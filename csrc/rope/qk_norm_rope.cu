@@ -280,13 +280,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
                                      p.head_dim,
                                      {static_cast<W*>(grad_weights[0].mutable_data_ptr()),
                                       static_cast<W*>(grad_weights[1].mutable_data_ptr())}};
-        launch_sum_partials(sums, p.head_dim, overlap, stream);
+        launch_sum_partials(sums, 2, p.head_dim, overlap, stream);
       };
       grad_weights[0].scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});
       return;
     }
     for (int i = 0; i < 2; ++i) {
-      if (partial[i]) sum_partials<T>(partial[i], count[i], grad_weights[i], nullptr, overlap, stream);
+      if (!partial[i]) continue;
+      const ParameterGrads<1> sums{{p.tensors[i].partial}, p.head_dim, true};
+      sum_partials<T>(sums, count[i], parameter_grads(grad_weights[i]), p.head_dim, overlap, stream);
     }
   });
   check_launch(op);

@@ -8,6 +8,7 @@
 // (cp.async), which needs no barrier, and loads their tables one step ahead.
 #pragma once
 
+#include "device/async.cuh"
 #include "rope/qk_norm_rope.cuh"
 
 namespace liger {

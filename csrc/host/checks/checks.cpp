@@ -51,13 +51,11 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
-std::string shape_text(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '(';
-  const auto sizes = tensor.sizes();
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << (sizes.size() == 1 ? ",)" : ")");
-  return text.str();
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+  out << '(';
+  const auto sizes = shape.tensor.sizes();
+  for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
+  return out << (sizes.size() == 1 ? ",)" : ")");
 }
 
 bool is_real_floating(ScalarType dtype) {

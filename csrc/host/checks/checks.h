@@ -21,6 +21,15 @@ namespace liger {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The shape of a tensor in a message. It is formatted where it is printed, since most calls have no error.
+struct ShapeText {
+  const Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
+inline ShapeText shape_text(const Tensor& tensor) {
+  return {tensor};
+}
+
 // Throws std::runtime_error, which becomes a RuntimeError with the same message in Python; STD_TORCH_CHECK
 // would add file and line.
 template <typename... Parts>
@@ -33,7 +42,6 @@ inline void require(bool condition, const Parts&... parts) {
 }
 
 std::string dtype_name(ScalarType dtype);
-std::string shape_text(const Tensor& tensor);
 bool is_real_floating(ScalarType dtype);  // float16, bfloat16, float32, float64
 bool same_device(const Tensor& a, const Tensor& b);
 std::string device_text(const Tensor& tensor);

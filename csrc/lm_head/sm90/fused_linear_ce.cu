@@ -74,7 +74,7 @@ lm_head::LogitTerms logit_terms(const FusedLinearCe& call, lm_head::Batch& batch
   problem.offset = offset;
   if (call.bias) {
     terms.bias_sum = bias_sum;
-    const Tensor values = torch::stable::contiguous(*call.bias);
+    const Tensor values = as_contiguous(*call.bias);
     lm_head::launch_bias_terms(
         lm_head::BiasTerms<T>{static_cast<const T*>(values.const_data_ptr()), problem.class_weight,
                               batch.vocab(), elements.bias, bias, bias_sum, offset},

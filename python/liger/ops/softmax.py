@@ -21,7 +21,7 @@ def softmax_backward_torch(grad_y, y):
 _softmax = declared_family("softmax", softmax_torch, softmax_backward_torch)
 
 
-@arguments(late=True)
+@arguments(late=True, enters=True, casts=True)
 def softmax(
     x: torch.Tensor,
 ) -> torch.Tensor:

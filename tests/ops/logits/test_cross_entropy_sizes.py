@@ -50,6 +50,24 @@ def test_more_than_two_to_the_31_logits(device, inplace):
     torch.testing.assert_close(per_row.sum(), output.loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("need_grad", [False, True])
+@pytest.mark.parametrize("rows, vocab", [(1, 24), (8, 256), (256, 24), (257, 24), (9, 20000), (300, 20000)])
+def test_the_denominator_of_few_and_many_rows(device, rows, vocab, need_grad):
+    """The same bits as with the number of valid rows as the denominator."""
+    logits, target = random_logits(rows, vocab, device, torch.bfloat16)
+    target[::3] = -100
+    valid = (target >= 0).sum().float()
+
+    def call(reduction, denominator=None):
+        options = -100, 0.0, 0.0, None, reduction, *5 * [False], need_grad
+        return torch.ops.liger.cross_entropy_forward(logits, target, None, None, denominator, *options)
+
+    results = call("mean")
+    assert results[7] == valid and call("sum")[7] == call("none")[7] == 1
+    for found, expected in zip(results, call("sum", valid), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 # --- the kernels of the cuda backend, row by row, straight from the op --------------------------------------
 
 

@@ -49,6 +49,26 @@ def test_layer_norm(device, shape, dtype, which):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [3, 256, 1000, 8192, *of_cuda(33000)])
+def test_few_rows(device, dtype, hidden):
+    """On a GPU one block of one launch sums them. The gradient of the bias of one row is that row, and every
+    run has the same bits."""
+    for rows in (1, 2, 9):
+        leaves = [
+            torch.randn(*size, device=device).to(dtype) for size in ((rows, hidden), (hidden,), (hidden,))
+        ]
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        y = liger.layer_norm(x, weight, bias)
+        upstream = torch.randn_like(y)
+        first, again = (
+            torch.autograd.grad(y, (x, weight, bias), upstream, retain_graph=True) for _ in range(2)
+        )
+        assert all(map(torch.equal, first, again))
+        if rows == 1:
+            assert torch.equal(first[2], upstream[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows(device, dtype):
     """More rows than the persistent blocks of the backward ask for the statistics of at a time."""
     x = torch.randn(MANY_ROWS, 24, device=device, dtype=dtype)

@@ -124,7 +124,7 @@ Tensor dense(const Tensor& tensor) {
   const bool usable = tensor.stride(1) == 1 && tensor.stride(0) >= tensor.size(1) &&
                       tensor.stride(0) % 8 == 0 && is_aligned16(tensor.const_data_ptr());
   if (usable) return tensor;
-  const Tensor copy = torch::stable::contiguous(tensor);
+  const Tensor copy = as_contiguous(tensor);
   return is_aligned16(copy.const_data_ptr()) ? copy : torch::stable::clone(copy);
 }
 

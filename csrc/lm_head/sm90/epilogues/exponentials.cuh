@@ -12,6 +12,7 @@
 #include <cfloat>
 
 #include "cross_entropy/rule.cuh"
+#include "device/async.cuh"
 #include "device/sigmoid.cuh"
 #include "lm_head/sm90/epilogues/common.cuh"
 #include "lm_head/sm90/gemm/pingpong.cuh"

@@ -47,7 +47,7 @@ struct Call {
 class IndexedRows {
  public:
   IndexedRows(const Call& call, bool need_grad_input, bool need_grad_weight, bool with_metrics)
-      : target_(torch::stable::contiguous(call.target)),
+      : target_(as_contiguous(call.target)),
         batch_(lm_head::batch_of(lm_head::dense(call.input), lm_head::dense(call.weight), need_grad_input,
                                  need_grad_weight, with_metrics, call.temperature)),
         index_memory_(empty({lm_head::row_index_bytes(batch_.rows())}, ScalarType::Byte, call.input)) {

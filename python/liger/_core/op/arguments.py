@@ -282,6 +282,7 @@ def arguments(
     *,
     late: bool = False,
     enters: bool = False,
+    casts: bool = False,
     optional: tuple[str, ...] = (),
     used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
@@ -299,6 +300,7 @@ def arguments(
             channels, becomes a ValueError.
         enters: plain eager calls enter C++ where liger._C is loaded, instead of the function
             (:func:`.nodes.entry_of_function`). With ``late``.
+        casts: the function casts its arguments under autocast on a GPU, so those calls do not enter.
         used_by: options that only some values of the argument ``loss_type`` read, and these; others do not
             check their ranges.
 
@@ -356,7 +358,7 @@ def arguments(
                 explain(args, keywords, raised)
                 raise
 
-        enter = entry_of_function(function) if enters else None
+        enter = entry_of_function(function, casts) if enters else None
 
         @functools.wraps(function)
         def explained(*args, **keywords):

@@ -55,7 +55,7 @@ def entry_of_op(op, setup_context, backward):
     parameters = [
         (a.name, a.default_value) if a.has_default_value() else (a.name,) for a in op._schema.arguments
     ]
-    return formula.entry(parameters, formula.results, len(parameters))
+    return formula.entry(parameters, formula.results, len(parameters), False)
 
 
 def register_cross_entropy(backward):
@@ -72,11 +72,12 @@ def register_cross_entropy(backward):
     _FORMULAS["cross_entropy"] = load.C.formula_of_cross_entropy(backward_in_python)
 
 
-def entry_of_function(function):
+def entry_of_function(function, casts=False):
     """The entry of a public function with a formula, or None.
 
     Its parameters have the names of the arguments of the op. The entry does not serve calls in which a
-    parameter that the op does not have is not the default.
+    parameter that the op does not have is not the default, nor, with ``casts``, calls under autocast on a
+    GPU.
     """
     if function.__name__ not in _FORMULAS:
         return None
@@ -84,7 +85,7 @@ def entry_of_function(function):
     known = inspect.signature(function).parameters.values()
     parameters = [(p.name,) if p.default is p.empty else (p.name, p.default) for p in known]
     positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
-    return formula.entry(parameters, formula.public_results, positional)
+    return formula.entry(parameters, formula.public_results, positional, casts)
 
 
 def entered_by(enter, function):

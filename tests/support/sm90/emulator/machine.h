@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// A cluster of two blocks on a CPU: the kernels of csrc/experts/sm90 run unchanged on it. Every thread of a
+// Clusters of two blocks on a CPU, or single blocks: kernels of csrc run unchanged on it. Every thread of a
 // block is a fiber, and a block is a thread of the host; one block runs at a time. Asynchronous work takes
 // effect late: wgmma and groups of cp.async when they are waited for, TMA and copies that signal after some
 // time. A wait that cannot end stops the program.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -26,10 +27,12 @@
 #include <utility>
 #include <vector>
 
+#define __host__
 #define __device__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline
 #define __shared__ thread_local
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
@@ -56,29 +59,34 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
 struct __nv_bfloat16 {
   uint16_t bits;
 };
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+inline void __trap() {
+  std::abort();
+}
 template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
 
 struct Index {
-  int x;
+  int x, y;
 };
-inline thread_local Index threadIdx, blockIdx, gridDim;
-// Sized for the ring of the kernels. Addresses of a block are offsets from `base`.
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+// Addresses of a block are offsets from `base`.
 inline thread_local unsigned char base;
-#ifndef EMULATED_THREADS
-#define EMULATED_THREADS 384
-#endif
-inline constexpr int kThreads = EMULATED_THREADS, kBlocks = 2;
+inline constexpr int kThreads = 384, kBlocks = 2;  // of a cluster
 
 // --- fibers
 // -------------------------------------------------------------------------------------------------
 
+// The first switch to a fiber is setcontext, all others are longjmp, which makes no system call.
 struct Fiber {
   ucontext_t context;
+  jmp_buf place;
   std::unique_ptr<char[]> stack;
-  bool done = false;
+  bool started = false, done = false;
   const std::function<bool()>* ready = nullptr;  // what it waits for
   int arrived_at = 0;                            // generation of the cluster barrier
   std::vector<std::vector<std::function<void()>>> copies{1};
@@ -86,6 +94,7 @@ struct Fiber {
 };
 struct Warp {
   uint32_t values[32];
+  uint64_t shuffled[32];
   int arrived = 0, generation = 0;
 };
 struct Named {
@@ -93,11 +102,14 @@ struct Named {
 };
 struct Block {
   unsigned char* base;
-  std::vector<Fiber> fibers{kThreads};
-  Warp warps[kThreads / 32];
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
   Named named[16];
-  ucontext_t scheduler;
+  int count = 0;  // of __syncthreads_count
+  jmp_buf scheduler;
   std::vector<std::function<void()>> boxes;
+
+  explicit Block(int threads) : fibers(static_cast<size_t>(threads)), warps((threads + 31) / 32) {}
 };
 struct Mbarrier {
   int pending, count;
@@ -113,6 +125,7 @@ struct Machine {
   int running = 0, finished = 0;
   int64_t progress = 0;
   std::mt19937 random{1};
+  bool backwards = false;  // the order in which the threads of a block run
 };
 inline Machine* machine;
 inline thread_local Block* block;
@@ -123,7 +136,7 @@ inline Fiber& self() {
 inline void yield_until(const std::function<bool()>& ready) {
   if (!ready()) {
     self().ready = &ready;
-    swapcontext(&self().context, &block->scheduler);
+    if (_setjmp(self().place) == 0) _longjmp(block->scheduler, 1);
     self().ready = nullptr;
   }
   ++machine->progress;
@@ -155,9 +168,6 @@ inline void warp_barrier() {
 inline void __syncwarp() {
   warp_barrier();
 }
-inline void __syncthreads() {
-  meet(block->named[15], kThreads, true);
-}
 inline int __popc(uint32_t bits) {
   return __builtin_popcount(bits);
 }
@@ -167,10 +177,10 @@ inline void atomicAdd(int* to, int value) {
 template <typename T>
 T shuffle(T value, int from) {
   Warp& warp = block->warps[threadIdx.x / 32];
-  std::memcpy(&warp.values[threadIdx.x % 32], &value, 4);
+  std::memcpy(&warp.shuffled[threadIdx.x % 32], &value, sizeof(T));
   warp_barrier();
   T found;
-  std::memcpy(&found, &warp.values[from], 4);
+  std::memcpy(&found, &warp.shuffled[from], sizeof(T));
   warp_barrier();
   return found;
 }
@@ -196,6 +206,36 @@ inline uint32_t __match_any_sync(uint32_t, int value) {
     equal |= uint32_t{warp.values[lane] == static_cast<uint32_t>(value)} << lane;
   warp_barrier();
   return equal;
+}
+inline int __reduce_min_sync(uint32_t, int value) {
+  for (int mask = 1; mask < 32; mask *= 2) value = min(value, __shfl_xor_sync(0, value, mask));
+  return value;
+}
+inline void __syncthreads() {
+  meet(block->named[0], blockDim.x, true);
+}
+inline int __syncthreads_count(bool counts) {
+  block->count += counts;
+  __syncthreads();
+  const int found = block->count;
+  __syncthreads();
+  block->count = 0;
+  __syncthreads();
+  return found;
+}
+
+// --- groups of cp.async
+// -------------------------------------------------------------------------------------
+
+inline void commit_copies() {
+  self().copies.emplace_back();
+}
+inline void wait_for_copies(size_t pending) {
+  auto& groups = self().copies;
+  while (groups.size() > pending + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
 }
 
 // --- mbarriers
@@ -224,7 +264,7 @@ inline void enter(unsigned low, unsigned high) {
   (*kernel)();
   self().done = true;
   ++machine->progress;
-  swapcontext(&self().context, &block->scheduler);
+  _longjmp(block->scheduler, 1);
 }
 
 // Runs boxes of TMA that are due, then every fiber of this block until it waits.
@@ -239,25 +279,32 @@ inline bool sweep() {
     block->boxes.erase(block->boxes.begin() + static_cast<long>(i));
     box();
   }
-  for (int i = 0; i < kThreads; ++i) {
-    if (block->fibers[i].done) continue;
+  const int threads = static_cast<int>(block->fibers.size());
+  for (int n = 0; n < threads; ++n) {
+    const int i = machine->backwards ? threads - 1 - n : n;
+    Fiber& fiber = block->fibers[i];
+    if (fiber.done) continue;
     alive = true;
     threadIdx.x = i;
-    const auto* const ready = block->fibers[i].ready;
-    if (ready != nullptr && !(*ready)()) continue;
-    swapcontext(&block->scheduler, &block->fibers[i].context);
+    if (fiber.ready != nullptr && !(*fiber.ready)()) continue;
+    if (_setjmp(block->scheduler) != 0) continue;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
   }
   return alive || !block->boxes.empty();
 }
 
-inline void run_block(int rank, int blocks, int first, std::function<void()> kernel) {
-  Block own;
+// Makes the block the one of this thread of the host.
+inline void start(Block& own, const std::function<void()>& kernel) {
   own.base = &base;
   block = &own;
-  blockIdx.x = first + rank, gridDim.x = blocks;
+  blockDim.x = static_cast<int>(own.fibers.size());
   for (Fiber& fiber : own.fibers) {
     constexpr size_t kStack = 1 << 18;
-    fiber.stack.reset(new char[kStack]);
+    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+    fiber.started = fiber.done = false;
+    fiber.copies.assign(1, {});
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
@@ -266,6 +313,12 @@ inline void run_block(int rank, int blocks, int first, std::function<void()> ker
     makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter), 2, static_cast<unsigned>(address),
                 static_cast<unsigned>(address >> 32));
   }
+}
+
+inline void run_block(int rank, int blocks, int first, const std::function<void()>& kernel) {
+  Block own(kThreads);
+  blockIdx.x = first + rank, gridDim.x = blocks;
+  start(own, kernel);
   std::unique_lock lock(machine->mutex);
   machine->blocks[rank] = &own;
   machine->turn.wait(lock, [&] { return machine->running == rank; });
@@ -302,4 +355,22 @@ inline void run(int clusters, const std::function<void()>& kernel) {
     std::thread first([&] { run_block(0, clusters * kBlocks, cluster * kBlocks, kernel); });
     first.join(), second.join();
   }
+}
+
+// Runs the kernel on a grid of single blocks, one after the other.
+inline void run(Index grid, int threads, bool backwards, const std::function<void()>& kernel) {
+  const auto run_blocks = [&] {
+    Machine one;
+    machine = &one;
+    one.backwards = backwards;
+    Block own(threads);
+    gridDim = grid;
+    for (int i = 0; i < grid.x * grid.y; ++i) {
+      blockIdx = {i % grid.x, i / grid.x};
+      start(own, kernel);
+      for (int64_t previous = -1; sweep(); previous = one.progress)
+        if (one.progress == previous) std::printf("block %d waits for ever\n", i), std::exit(1);
+    }
+  };
+  std::thread(run_blocks).join();
 }

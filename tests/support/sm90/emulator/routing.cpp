@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
 // The sort of csrc/experts/routing.cuh on the emulated machine, vs. std::stable_sort.
-#define EMULATED_THREADS 256
 #include "machine.h"
 
 #include "experts/routing.cuh"
@@ -9,7 +8,6 @@
 namespace liger::experts {
 namespace {
 
-static_assert(kRouteThreads == kThreads);
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 int failures = 0;
 std::mt19937 random_bits{7};
@@ -28,16 +26,18 @@ void test(int tokens, int choices, int experts, int chunk, const std::function<l
   std::vector<float> weights(count);
   for (size_t i = 0; i < count; ++i)
     indices[i] = static_cast<Index>(draw()), weights[i] = static_cast<float>(i + 1);
-  const int chunks = static_cast<int>((count + chunk - 1) / chunk), clusters = (chunks + 1) / kBlocks;
-  // A last block without slots, which has no partner, counts too.
-  std::vector<int> counts(size_t(clusters) * kBlocks * (experts + 1)), ends(experts);
+  const int chunks = static_cast<int>((count + chunk - 1) / chunk);
+  std::vector<int> counts(size_t(chunks) * (experts + 1)), ends(experts);
   std::vector<long long> order(count), row_tokens(count + 1, -1), row_experts(count + 1, -1), inverse(count);
   std::vector<float> row_weights(count + 1, -1);
   const Slots slots{indices.data(), sizeof(Index) == 8, static_cast<int>(count), choices, experts, chunk};
   const SortedSlots out{ends.data(),        order.data(),   row_tokens.data(),
                         row_experts.data(), inverse.data(), weighs ? row_weights.data() : nullptr};
-  run(clusters, [&] { count_slots(slots, counts.data()); });
-  run(clusters, [&] { sort_slots<float>(slots, weights.data(), counts.data(), chunks, out); });
+  const auto launch = [&](const std::function<void()>& kernel) {
+    run({chunks, 1}, kRouteThreads, /*backwards=*/false, kernel);
+  };
+  launch([&] { count_slots(slots, counts.data()); });
+  launch([&] { sort_slots<float>(slots, weights.data(), counts.data(), chunks, out); });
 
   const auto expert_of = [&](size_t slot) { return std::clamp<long long>(indices[slot], 0, experts); };
   std::vector<size_t> sorted(count);

@@ -53,15 +53,11 @@ inline void copies_arrive(uint64_t* barrier) {
   self().copies.back().clear();
 }
 inline void copies_commit() {
-  self().copies.emplace_back();
+  commit_copies();
 }
 template <int kPending>
 void copies_wait() {
-  auto& groups = self().copies;
-  while (groups.size() > kPending + 1) {
-    for (const auto& copy : groups.front()) copy();
-    groups.erase(groups.begin());
-  }
+  wait_for_copies(kPending);
 }
 inline void load_shared(uint32_t from, uint32_t& word) {
   std::memcpy(&word, memory_at(blockIdx.x % kBlocks, from), 4);
