@@ -19,13 +19,7 @@ constexpr int box_vector_offset(int row, int vector) {
 inline constexpr int kGatherWarps = 4, kGatherRows = 32 / 8, kGatherStep = kGatherRows * 128;
 // Warps that fill a stage together. With fewer of them more stages are filled at a time and a stage costs
 // fewer instructions, but takes longer.
-#ifndef ROWS_SHARING
-#define ROWS_SHARING 4
-#endif
-#ifndef SUMMED_SHARING
-#define SUMMED_SHARING 2
-#endif
-inline constexpr int kRowSharing = ROWS_SHARING, kSummedSharing = SUMMED_SHARING;
+inline constexpr int kRowSharing = 4, kSummedSharing = 2;
 
 // --- accumulators
 // -------------------------------------------------------------------------------------------
