@@ -23,6 +23,12 @@ FORMS = {"silu": {}, "gelu_tanh": {"activation": "gelu_tanh"}, "clamped": {"limi
 # partial tiles of columns and of the summed dimension, one token.
 SIZES = [(700, 3, 5, 136, 104), (90, 2, 64, 64, 200), (1, 1, 1, 8, 8), (300, 4, 128, 264, 192)]
 HALVES = torch.bfloat16, torch.float16
+MAX_MEAN_ROWS = 1024
+
+
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", MAX_MEAN_ROWS)
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_the_default_path(sm90, served, monkeypatch, change):
     """The same calls where the kernels do not serve them."""
     sizes, dtype = SIZES[0], torch.bfloat16
     if change == "many rows":
-        sizes = (kernels.MAX_MEAN_ROWS + 1, 2, 2, 136, 104)
+        sizes = (MAX_MEAN_ROWS + 1, 2, 2, 136, 104)
     elif change == "float32":
         dtype = torch.float32
     elif change == "LIGER_WGMMA":
@@ -259,7 +265,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_decide_in_each_call(in_torch, served, monkeypatch, program, made_with):
     """Also in the backward; a program has the op, whichever path the call took that it was made with."""
-    limits = {"kernels": 1024, "default": 0}
+    limits = {"kernels": MAX_MEAN_ROWS, "default": 0}
     x, *rest = [t.requires_grad_() for t in make("cpu", torch.bfloat16)]
     given = (x, distinct(13, 3, 5), *rest)
     monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", limits[made_with])
@@ -325,9 +331,7 @@ def test_what_the_kernels_do_not_take(monkeypatch, changed, words):
     assert words in kernels.unsupported(arguments(**changed))
 
 
-@pytest.mark.parametrize(
-    "slots, serves", [(5 * kernels.MAX_MEAN_ROWS, True), (5 * kernels.MAX_MEAN_ROWS + 1, False)]
-)
+@pytest.mark.parametrize("slots, serves", [(5 * MAX_MEAN_ROWS, True), (5 * MAX_MEAN_ROWS + 1, False)])
 def test_the_average_number_of_rows_decides(monkeypatch, slots, serves):
     """Of all slots, sentinels too."""
     monkeypatch.setattr(kernels, "has_kernels", lambda x: True)
