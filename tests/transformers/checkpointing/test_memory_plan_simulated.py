@@ -23,6 +23,7 @@ class Device:
 
     exact = False
     base, full, layer, limit, retries, ooms = 1000, 500, 100, 2000, 0, 0
+    counting = 0  # what a step needs in addition in which layers count what they save
 
     def __init__(self, *_):
         self.seen = []
@@ -41,7 +42,8 @@ class Device:
     def peak(self, counted):
         kept = self.planner.step.kept
         self.seen.append(kept)
-        return self.base + self.full + kept * self.layer
+        counting = self.counting if self.planner.plan is None else 0
+        return self.base + self.full + kept * self.layer + counting
 
 
 @pytest.fixture
@@ -138,6 +140,16 @@ def test_a_loop_that_resets_the_peak(monkeypatch):
         needs.append(step())
         allocator.reset_peak_memory_stats(None)
     assert needs[0] == 2000 and needs[-1] == max(needs) == 2900
+
+
+@pytest.mark.parametrize("limit, kept", [(1550, 0), (1650, 1), (1850, 3)])
+def test_a_step_that_counts_may_need_more(simulated, limit, kept):
+    """Its peak bounds the next steps, until one is measured at the same level."""
+    step, planner, device = simulated(limit=limit, counting=200)
+    found = [step() for _ in range(8)]
+    assert found[-1] == kept and max(found) == kept
+    assert planner.plan.need(False, kept, planner.longest) == device.peak(0) - device.base
+    assert "measured" in planner.summary and "too small" not in planner.summary
 
 
 def test_another_planned_model_on_the_device(monkeypatch):

@@ -112,8 +112,8 @@ class MemoryPlan:
         # The same of smaller loads, in proportion.
         self.estimates = defaultdict(dict)
         self.forwards = {}
-        # (phase, level) of peaks that outdate() has marked.
-        self.outdated = set()
+        # (phase, level) of peaks that outdate() has marked, and of peaks of steps in which layers were counted.
+        self.outdated, self.counting = set(), set()
         self.arrange(path([Saving(cost, 1.0) for cost in costs]))
 
     def arrange(self, upgrades):
@@ -183,7 +183,11 @@ class MemoryPlan:
         """True if there is a peak of this phase and number of kept layers that is not outdated."""
         return kept in self.peaks[phase] and (phase, kept) not in self.outdated
 
-    def record(self, phase, kept, peak, load, forward=None, outdated=False):
+    def is_final(self, phase, kept):
+        """True if another step at this level would measure the same peak."""
+        return self.is_measured(phase, kept) and (phase, kept) not in self.counting
+
+    def record(self, phase, kept, peak, load, forward=None, outdated=False, is_counting=False):
         """Adds a measured step. One of a smaller load only lowers an outdated peak, in proportion.
 
         Args:
@@ -191,6 +195,8 @@ class MemoryPlan:
             peak: bytes of the peak above the start of the step.
             forward: bytes that the forward has left allocated, or None.
             outdated: whether the step has allocated memory that stays: outdate().
+            is_counting: whether layers have counted what they save. Such a step may need more than the steps
+                after it, so the next one at its level replaces its peak.
 
         Returns:
             Whether the step was recorded.
@@ -203,9 +209,13 @@ class MemoryPlan:
         if tuple(load) != self.load:
             self._scale(load)
         peaks = self.peaks[phase]
-        if outdated or self.is_measured(phase, kept):
+        if outdated or self.is_final(phase, kept):
             peak = max(peak, peaks.get(kept, 0))
         peaks[kept] = peak
+        if is_counting:
+            self.counting.add((phase, kept))
+        else:
+            self.counting.discard((phase, kept))
         if outdated:
             self.outdated.add((phase, kept))
         else:
@@ -225,6 +235,7 @@ class MemoryPlan:
         # Differences between an estimate and a measured step say nothing about a layer.
         self.peaks.clear()
         self.outdated.clear()
+        self.counting.clear()
         self.forwards = {}
         self.load = tuple(load)
 

@@ -36,7 +36,7 @@ def summary(planner):
         text += "; peak not measured yet"
     else:
         text += f"; peak at most {size_text(start + need)} of {size_text(limit)}"
-    if not planner.meter.exact and plan.is_measured(phase, kept):
+    if not planner.meter.exact and plan.is_final(phase, kept):
         text += f", measured {size_text(start + plan.peaks[phase][kept])}"
     if need is not None and start + need > limit:
         text += "; the memory is too small for full checkpointing"

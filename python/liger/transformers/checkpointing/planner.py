@@ -193,6 +193,7 @@ class Planner:
             # Other code has reset the peak during the step. The next one counts anew what layers save.
             self.probes = {}
             return
+        is_counting = self.plan is None and not self.meter.exact
         if self.plan is None:
             kinds = [decoder_layers.kind(layer) for layer in self.layers]
             if not all(kind in self.probes and self.probes[kind].bytes for kind in kinds):
@@ -215,6 +216,7 @@ class Planner:
             step.load,
             step.forward_bytes,
             outdated=self._has_grown(phase, now),
+            is_counting=is_counting,
         )
 
     def _shrink(self, step, has_failed, reason):
@@ -316,9 +318,9 @@ class Planner:
         if is_longer or asked or phase not in self.settled:
             may_grow = phase not in self.settled and self.age < _MAX_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
-            is_measured = self.plan is not None and self.plan.is_measured(phase, before)
-            kept, is_measured = self.agreement.smallest([kept, is_measured])
-            if is_measured and kept == before and not is_longer:
+            is_final = self.plan is not None and self.plan.is_final(phase, before)
+            kept, is_final = self.agreement.smallest([kept, is_final])
+            if is_final and kept == before and not is_longer:
                 self.settled.add(phase)
         if kept != before or (self.plan is not None and phase not in self.kept):
             self.kept[phase] = kept
