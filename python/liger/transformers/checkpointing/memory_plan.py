@@ -112,7 +112,7 @@ class MemoryPlan:
         # The same of smaller loads, in proportion.
         self.estimates = defaultdict(dict)
         self.forwards = {}
-        # (phase, level) of peaks that outdate() has marked, and of peaks of steps in which layers were counted.
+        # (phase, level) of peaks that outdate() has marked; of peaks of steps that count what layers save.
         self.outdated, self.counting = set(), set()
         self.arrange(path([Saving(cost, 1.0) for cost in costs]))
 
