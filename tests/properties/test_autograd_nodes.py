@@ -32,7 +32,7 @@ class Kind:
         self.name, self.op = name, op
         formula = nodes._FORMULAS[op]
         parameters = [(a.name,) for a in getattr(torch.ops.liger, op).default._schema.arguments]
-        self.entry = formula.entry(parameters, formula.results, len(parameters))
+        self.entry = formula.entry(parameters, formula.results, len(parameters), False)
 
     def __call__(self, *args):
         outputs = NotImplemented
