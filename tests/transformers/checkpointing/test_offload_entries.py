@@ -167,17 +167,34 @@ REASONS = {
 }
 
 
+def auto_on(meter, model, monkeypatch, **options):
+    """The planner of memory="auto" on a device with this meter."""
+    monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        lt.checkpoint(model, "auto", **options)
+    return planners(model)[0]
+
+
+def test_auto_takes_the_step_that_counts_for_a_bound(monkeypatch):
+    """It needs 2000 bytes, all others 1500, and 1900 are there."""
+    meter, model = Meter(), llama()
+    meter.limit = 1900
+    planner = auto_on(meter, model, monkeypatch)
+    monkeypatch.setattr(meter, "peak", lambda counted: 2000 if planner.plan is None else 1500, raising=False)
+    allow(planner, 0)
+    for _ in range(4):
+        tiny_models.step(model, **tiny_models.batch())
+    assert not planner.store.is_on and "too small" not in planner.summary
+    assert planner.plan.need(False, 0, planner.longest) == 500
+
+
 @pytest.mark.parametrize("choice", [None, False])
 @pytest.mark.parametrize("reason", REASONS)
 def test_auto_turns_it_on_when_it_must(reason, choice, monkeypatch, capsys):
     """Under memory="auto", and without a choice of the user."""
-    meter = Meter()
-    monkeypatch.setattr(device_memory, "CountedMemory", lambda *_: meter)
-    model, expected = llama(), llama()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        lt.checkpoint(model, "auto", offload=choice)
-    (planner,) = planners(model)
+    meter, model, expected = Meter(), llama(), llama()
+    planner = auto_on(meter, model, monkeypatch, offload=choice)
     allow(planner, 0)
     changes, words = REASONS[reason]
     for number in range(6):

@@ -237,6 +237,8 @@ class Planner:
         if self.plan is None:
             return
         load = [max(pair) for pair in zip(load, self.longest, strict=True)]
+        if (phase, 0) in self.plan.counting and self.plan.ratio(load) == 1:
+            return  # The step that counted what layers save has run, and this one needs no more.
         need = self.plan.need(phase, 0, load)
         if need is not None and need > self.meter.limit - start:
             self._offload(f"a step of {load[0]} tokens does not fit with full checkpointing")
