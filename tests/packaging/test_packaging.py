@@ -217,7 +217,7 @@ def test_wheel_in_a_fresh_environment(wheel, fresh_python, tmp_path):
     assert package.startswith(str(tmp_path)) and kernels.startswith(str(tmp_path)) and cuda == "no-cuda"
     _, out = call(fresh_python.parent / "liger", "info", cwd=tmp_path)
     assert "CPU and Triton build, without CUDA kernels" in out
-    bench = (fresh_python, ROOT / "benchmarks/run.py", "swiglu", "--self-test", "--no-plots")
+    bench = (fresh_python, ROOT / "benchmarks/run.py", "swiglu", "--self-test")
     call(*bench, "--json", tmp_path / "out/r.json", cwd=tmp_path)
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".md"]
 
