@@ -28,7 +28,7 @@ def parser():
     made.add_argument(
         "--stale",
         action="store_true",
-        help="measures missing cells and those of other code, by importance; of all experiments if none is named",
+        help="measures missing cells and cells of other code, by importance; of all experiments if none is named",
     )
     made.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: a test, no measurement")
     made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")

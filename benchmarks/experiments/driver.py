@@ -25,7 +25,7 @@ POLL = 0.05
 @dataclass
 class Run:
     """Options of a run. ``only`` and ``sizes`` select cells by name; ``retry`` measures failed cells again,
-    ``stale`` those of other code."""
+    ``stale`` cells of other code."""
 
     folder: Path
     cache: Path
@@ -154,7 +154,7 @@ class Sheet:
         # Without cells that are no longer part of the experiment.
         records = {key: record for key, record in self.result["cells"].items() if key in keys}
         self.result["cells"] = records
-        # The records that count: with run.stale those of the present code.
+        # The records that count: with run.stale the records of the present code.
         self.current = {k: r for k, r in records.items() if not (run.stale and stale.is_stale(name, r))}
         # Those of several GPUs first: fewer of them are idle than if others came between.
         todo = [cell for cell in selected(run, name) if not self._is_done(cell)]

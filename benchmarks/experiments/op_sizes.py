@@ -9,7 +9,7 @@ from liger_bench.reports import overview
 from liger_bench.reports.depends import HOST_OPS, HOST_TIME
 from liger_bench.reports.verdict import time_of
 
-from . import ops, tables
+from . import ops
 from .cells import Cell, Experiment
 
 OPS = tuple(liger_bench.OPS)
@@ -93,27 +93,14 @@ def _text(row, provider):
     return f"{time_of(provider):.3f} ms{ratio}" + ("" if memory is None else f", {memory:.0f} MiB")
 
 
+def _head(rows):
+    ceilings = ", ".join(dict.fromkeys(name for row in rows for name in row["ceilings"][:1]))
+    return f"x: {ceilings}" if ceilings else "per call"
+
+
 def table(result):
     """A table per op: time, ratio to the ceiling of the row, peak memory."""
-    parts = []
-    for cell in result["cells"].values():
-        parts.append(f"**{cell['method']}**")
-        if tables.shape(cell) is not None:
-            parts.append(tables.shape(cell))
-            continue
-        rows = cell["rows"]
-        columns = {
-            label: texts
-            for label, prefix in SHOWN.items()
-            if any(texts := [_text(row, ops.best(row, prefix, SHOWN.values())) for row in rows])
-        }
-        ceilings = ", ".join(dict.fromkeys(name for row in rows for name in row["ceilings"][:1]))
-        header = [f"x: {ceilings}" if ceilings else "per call", *columns]
-        parts.append(
-            tables.markdown(header, zip((row["name"] for row in rows), *columns.values(), strict=True))
-        )
-        parts.append(f"Where liger is behind: {ops.behind(rows, SHOWN)}.")
-    return "\n\n".join(parts)
+    return ops.table_per_op(result, SHOWN, _text, _head)
 
 
 def draw(result):

@@ -80,31 +80,41 @@ def best(row, prefix, prefixes=()):
     return min(equal, key=lambda p: (p.get("peak_mib") or 0, time_of(p)))
 
 
-def _text(provider):
+def _text(row, provider):
     if provider is None:
         return ""
     memory = provider.get("peak_mib")
     return f"{provider['ms']['median']:.3f} ms" + ("" if memory is None else f", {memory:.0f} MiB")
 
 
-def table(result):
+def table_per_op(result, shown, text, head):
+    """Tables of rows of ``benchmarks/run.py``.
+
+    Args:
+        shown: {name of a column: beginning of the names of its providers}.
+        text: of a row and the best provider of a column, or None.
+        head: of the first column, of all rows of an op.
+    """
     parts = []
     for cell in result["cells"].values():
         parts.append(f"**{cell['method']}**")
         if tables.shape(cell) is not None:
             parts.append(tables.shape(cell))
             continue
+        rows = cell["rows"]
         columns = {
             label: texts
-            for label, prefix in SHOWN.items()
-            if any(texts := [_text(best(row, prefix)) for row in cell["rows"]])
+            for label, prefix in shown.items()
+            if any(texts := [text(row, best(row, prefix, shown.values())) for row in rows])
         }
-        rows = [row["name"] for row in cell["rows"]]
-        parts.append(
-            tables.markdown(["forward and backward", *columns], zip(rows, *columns.values(), strict=True))
-        )
-        parts.append(f"Where liger is behind: {behind(cell['rows'])}.")
+        names = (row["name"] for row in rows)
+        parts.append(tables.markdown([head(rows), *columns], zip(names, *columns.values(), strict=True)))
+        parts.append(f"Where liger is behind: {behind(rows, shown)}.")
     return "\n\n".join(parts)
+
+
+def table(result):
+    return table_per_op(result, SHOWN, _text, lambda rows: WORK)
 
 
 def behind(rows, shown=SHOWN):

@@ -98,9 +98,10 @@ def test_peaks_of_recomputed_layers_are_those_measured(tokens, shapes, keeps_att
     assert cli.main(["plan", "--model", str(path), "--tokens", str(tokens), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpointed"]
     peaks = measured("E16")
-    for ours, method, cells in (
-        ("full", "liger", shapes), ("attention kept", "liger, plan", keeps_attention),
-    ):  # fmt: skip
+    for ours, method, cells in [
+        ("full", "liger", shapes),
+        ("attention kept", "liger, plan", keeps_attention),
+    ]:
         for cell in cells:
             assert found[ours]["trained"] == pytest.approx(peaks[f"{method} @ {cell}"], rel=0.05), cell
 

@@ -94,8 +94,8 @@ VOCABULARY = (
 SHARDED_MLP = (*OPS["tiled_mlp"], "python/liger/distributed/rules/")
 _TRL = (*OPS["preference"], "python/liger/trl/", "benchmarks/experiments/preference_training.py")
 
-# Experiment -> what all of its cells depend on; what those of liger do in addition; and what in addition if
-# this word is in the name of the cell.
+# Experiment -> what all of its cells depend on; what the cells of liger depend on in addition; and what in
+# addition if this word is in the name of the cell.
 EXPERIMENTS = {
     "E2": (CELLS, _LLAMA, {}),
     "E3": (CELLS, _LLAMA, {}),

@@ -59,7 +59,7 @@ def has_kernels(x):
 
 
 def serves(a):
-    """True if these kernels serve the call. Its shapes decide, also those of its sentinels, so that the host
+    """True if these kernels serve the call. Its shapes decide, and sentinels count, so that the host
     waits for nothing."""
     experts = a.down_proj.shape[0]
     return a.top_k_index.numel() <= MAX_MEAN_ROWS * experts and unsupported(a) is None
