@@ -190,7 +190,7 @@ struct GradProductEpilogue {
                                         uint32_t staging) const {
     for (auto& half : sums) sm90::clear<kColumns>(half);
     // Of the tile before, beyond its rows.
-    copies_wait<0>();
+    wait_async(0);
     copy(tile, row, lane, staging, 0), copy(tile, row, lane, staging, 1);
   }
   __device__ __forceinline__ void store(Sums& sums, const ExpertTile& tile, int row, int lane,
@@ -220,7 +220,7 @@ struct GradProductEpilogue {
 #pragma unroll
       for (int i = 0; i < kColumnParts; ++i) {
         const int part = h * kColumnParts + i;
-        copies_wait<1>();
+        wait_async(1);
         __syncwarp();
         // Gates and ups of two columns, or gate and up of one column each.
         uint32_t first[4], second[4], products[4];
@@ -292,7 +292,7 @@ struct GradProductEpilogue {
       copy_or_zero(to + m * (kInterleaved ? 64 : kUpBytes), source + m * (kInterleaved ? 32 : intermediate),
                    r < tile.rows && column < (kInterleaved ? 2 * left : left));
     }
-    copies_commit();
+    commit_async();
   }
 };
 

@@ -128,9 +128,11 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     const uint32_t staging =
         shared_address(ring_memory) + kStages * kStageBytes + (own_warp - 4) * Epilogue::kStagingBytes;
     Ring<kStages> ring;
-    // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop.
-    const auto await_turn = [&] { named_barrier_sync(1 + group); };
-    const auto pass_turn = [&] { named_barrier_arrive(2 - group); };
+    // Named barriers 1 and 2: warpgroup 0 or 1 may begin its mainloop. One warpgroup waits, the other does
+    // not.
+    constexpr int kTurnThreads = 2 * 128;
+    const auto await_turn = [&] { sync_threads(1 + group, kTurnThreads); };
+    const auto pass_turn = [&] { arrive_threads(2 - group, kTurnThreads); };
     const auto k_blocks_of = [&](const ExpertTile& tile) {
       return kWeights ? ceil_div(tile.rows, kTileK) : groups.k_blocks;
     };

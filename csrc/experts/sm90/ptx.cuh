@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/async.cuh"
 #include "device/cluster.cuh"
 
 namespace liger::experts {
@@ -29,14 +30,6 @@ __device__ __forceinline__ void copy_or_zero(uint32_t destination, const void* s
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
                "r"(valid ? 16 : 0)
                : "memory");
-}
-// Ends a group of copies, and waits until at most kPending groups of this thread have not landed.
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // Arrives at the mbarrier, which counts this thread, once all earlier copies of the thread have landed.
 __device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
@@ -65,12 +58,9 @@ __device__ __forceinline__ void store_vector(void* to, const uint32_t (&words)[4
                : "memory");
 }
 
-// Named barriers of two warpgroups: one waits, the other does not.
-__device__ __forceinline__ void named_barrier_sync(int barrier) {
-  asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int barrier) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
+// Arrives at a named barrier of `threads` threads without waiting.
+__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Sets an accumulator before the mainloop; the compiler moves it nowhere else.

@@ -3,6 +3,7 @@
 // csrc/experts/sm90/ptx.cuh on the emulated machine.
 #pragma once
 
+#include "device/async.cuh"
 #include "machine.h"
 
 namespace liger {
@@ -52,13 +53,6 @@ inline void copies_arrive(uint64_t* barrier) {
   });
   self().copies.back().clear();
 }
-inline void copies_commit() {
-  commit_copies();
-}
-template <int kPending>
-void copies_wait() {
-  wait_for_copies(kPending);
-}
 inline void load_shared(uint32_t from, uint32_t& word) {
   std::memcpy(&word, memory_at(blockIdx.x % kBlocks, from), 4);
 }
@@ -71,11 +65,8 @@ inline float min_or_nan(float a, float b) {
 inline void store_vector(void* to, const uint32_t (&words)[4]) {
   std::memcpy(to, words, 16);
 }
-inline void named_barrier_sync(int barrier) {
-  meet(block->named[barrier], 256, true);
-}
-inline void named_barrier_arrive(int barrier) {
-  meet(block->named[barrier], 256, false);
+inline void arrive_threads(int barrier, int threads) {
+  meet(block->named[barrier], threads, false);
 }
 inline void set_sum(float& sum, float value) {
   sum = value;
