@@ -50,9 +50,9 @@ void sum_partials(const ParameterGrads<K>& sums, int partials, const ParameterGr
 
 // Runs launch(sums), a backward that writes `partials` sums of each parameter whose gradient is needed. A
 // single sum is the gradient; more go to a workspace, workspace(number of floats), and a second launch adds
-// them.
+// them. grads is a copy: launch() may overwrite the caller's with the sums.
 template <typename T, int K, typename Launch, typename Workspace>
-void launch_with_sums(const ParameterGrads<K>& grads, int64_t length, int partials, bool overlap,
+void launch_with_sums(const ParameterGrads<K> grads, int64_t length, int partials, bool overlap,
                       cudaStream_t stream, const Launch& launch, const Workspace& workspace) {
   int needed = 0;
   for (const void* grad : grads.data) needed += grad != nullptr;

@@ -53,17 +53,20 @@ void grad_product(const Tensor& grad_y, const Tensor& tokens, const Tensor& ends
   });
 }
 
-template <typename T, bool kTransposed>
+// Rows per expert on average from which four warps fill a stage faster than two.
+constexpr int64_t kManyRows = 1024;
+
+template <typename T, bool kTransposed, int kSharing>
 void launch_grad_matrix(const Tensor& a, const Tensor& tokens, const Tensor& b, const Tensor& ends,
                         const Tensor& out) {
   const int64_t columns = b.size(1);
   Groups groups = groups_of(ends, ceil_div(columns, int64_t{kColumns}), 0);
   groups.row_tiles = static_cast<int>(ceil_div(a.size(1), int64_t{kRows}));
-  const GradMatrixEpilogue<T, kTransposed> epilogue{.groups = groups,
-                                                    .a = gathered<T>(a, tokens),
-                                                    .b = static_cast<const T*>(b.const_data_ptr()),
-                                                    .out = data_of<T>(out),
-                                                    .columns = static_cast<int>(columns)};
+  const GradMatrixEpilogue<T, kTransposed, kSharing> epilogue{.groups = groups,
+                                                              .a = gathered<T>(a, tokens),
+                                                              .b = static_cast<const T*>(b.const_data_ptr()),
+                                                              .out = data_of<T>(out),
+                                                              .columns = static_cast<int>(columns)};
   const CUtensorMap map = map_of(b, kHalfK);
   lm_head::launch_gemm(GroupedMaps{map, map}, epilogue, a.get_device_index(), current_stream(a));
 }
@@ -77,7 +80,10 @@ void grad_matrix(const Tensor& a, const Tensor& tokens, const Tensor& b, const T
   require_dense("the gradient", out);
   dispatch_half(a.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = is_transposed ? launch_grad_matrix<T, true> : launch_grad_matrix<T, false>;
+    const bool many = b.size(0) >= kManyRows * ends.size(0);
+    const auto launch = is_transposed
+                            ? (many ? launch_grad_matrix<T, true, 4> : launch_grad_matrix<T, true, 2>)
+                            : (many ? launch_grad_matrix<T, false, 4> : launch_grad_matrix<T, false, 2>);
     launch(a, tokens, b, ends, out);
   });
 }

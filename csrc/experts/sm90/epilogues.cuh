@@ -34,6 +34,7 @@ template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GateUpEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static constexpr int kSharing = 4;
   static constexpr int kStagingBytes = 0;
   static_assert(kInterleaved || !kBMn);
   Groups groups;
@@ -171,6 +172,7 @@ template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
 struct GradProductEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static constexpr int kSharing = 4;
   // A part of gate and up: 8 rows and 32 columns of each, twice per warp. Rows of gate are 80 bytes apart,
   // and rows of up follow; rows of both are 160 bytes apart. So eight rows are in different banks.
   static constexpr int kPitch = kInterleaved ? 160 : 80, kUpBytes = 8 * 80, kPartBytes = 2 * kUpBytes,
@@ -298,11 +300,11 @@ struct GradProductEpilogue {
 
 // a[rows of e].T @ b[rows of e] for every expert e, with gathered rows of a; or with kTransposed the
 // transpose of it.
-template <typename T, bool kTransposed>
+template <typename T, bool kTransposed, int kSharingWarps>
 struct GradMatrixEpilogue {
   using Element = T;
   static constexpr bool kGather = true, kBMn = true, kWeights = true;
-  static constexpr int kStagingBytes = 0;
+  static constexpr int kSharing = kSharingWarps, kStagingBytes = 0;
   Groups groups;
   GatheredRows<T> a;
   const T* b;   // (rows, columns)

@@ -40,7 +40,10 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
 
 // An Epilogue defines:
 //   using Element                        the type of the operands, __nv_bfloat16 or __half
-//   static constexpr bool kGather        A is gathered; then GatheredRows<Element> a is a member
+//   static constexpr bool kGather        A is gathered; then GatheredRows<Element> a is a member, and
+//   static constexpr int kSharing        the warps that fill a stage together: with fewer of them more stages
+//                                        are filled at a time, and a stage costs fewer instructions, but
+//                                        takes longer
 //   static constexpr bool kBMn           B is MN-major
 //   static constexpr bool kWeights       gradients of matrices: gathered A, MN-major operands; B is
 //                                        (rows, int columns), contiguous, and `b` points to it
@@ -67,7 +70,6 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
   constexpr bool kWeights = Epilogue::kWeights;
-  constexpr int kCopying = !Epilogue::kGather ? 0 : 32 * (kWeights ? kSummedSharing : kRowSharing);
   __shared__ int first_units[kWeights ? 1 : kMaxExperts + 1];
   unsigned char* const ring_memory = sm90::aligned_ring(shared_memory);
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -77,9 +79,11 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   if (threadIdx.x == 0) {
     if constexpr (!Epilogue::kGather) sm90::prefetch_map(&maps.a);
     sm90::prefetch_map(&maps.b);
+    int copying = 0;
+    if constexpr (Epilogue::kGather) copying = 32 * Epilogue::kSharing;
     for (int i = 0; i < kStages; ++i) {
       // Gathered rows: each lane of the producer's warps signals its own copies.
-      sm90::barrier_init(&full[i], kCopying + 1);
+      sm90::barrier_init(&full[i], copying + 1);
       // One warpgroup of each block of the cluster releases a stage.
       sm90::barrier_init(&empty[i], kCluster);
     }

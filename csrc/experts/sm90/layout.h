@@ -17,9 +17,6 @@ constexpr int box_vector_offset(int row, int vector) {
 // l / 8 + 4 i. These rows differ by 4 modulo 8, so with i even and with i odd the vectors of a lane are a
 // constant number of bytes apart.
 inline constexpr int kGatherWarps = 4, kGatherRows = 32 / 8, kGatherStep = kGatherRows * 128;
-// Warps that fill a stage together. With fewer of them more stages are filled at a time and a stage costs
-// fewer instructions, but takes longer.
-inline constexpr int kRowSharing = 4, kSummedSharing = 2;
 
 // --- accumulators
 // -------------------------------------------------------------------------------------------

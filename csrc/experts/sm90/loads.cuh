@@ -190,11 +190,11 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
                                             const int* first_units, int units, int cluster, int clusters,
                                             int rank, unsigned char* ring_memory, uint64_t* full,
                                             uint64_t* empty) {
-  constexpr int kOwnRows = kRows / kRowSharing, kCopies = kOwnRows / kGatherRows;
+  constexpr int kOwnRows = kRows / Epilogue::kSharing, kCopies = kOwnRows / kGatherRows;
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
   const int lane = threadIdx.x % 32, vector = lane % 8;
-  Share<kRowSharing> own;
+  Share<Epilogue::kSharing> own;
   const int first = own.part * kOwnRows, row = first + lane / 8;
   const Destination to(ring_memory, row, vector);
   for (int t = cluster; t < units; t += clusters, own.block -= groups.k_blocks) {
@@ -227,11 +227,11 @@ template <class Epilogue>
 __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epilogue& epilogue, int units,
                                               int cluster, int clusters, int rank, unsigned char* ring_memory,
                                               uint64_t* full, uint64_t* empty) {
-  constexpr int kOwnRows = kTileK / kSummedSharing, kCopies = kOwnRows / kGatherRows;
+  constexpr int kOwnRows = kTileK / Epilogue::kSharing, kCopies = kOwnRows / kGatherRows;
   const Groups& groups = epilogue.groups;
   const auto& a = epilogue.a;
   const int lane = threadIdx.x % 32, vector = lane % 8;
-  Share<kSummedSharing> own;
+  Share<Epilogue::kSharing> own;
   const int row = own.part * kOwnRows + lane / 8;
   const Destination to(ring_memory, row, vector);
   for (int t = cluster; t < units; t += clusters) {

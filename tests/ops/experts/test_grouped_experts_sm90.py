@@ -23,19 +23,19 @@ FORMS = {"silu": {}, "gelu_tanh": {"activation": "gelu_tanh"}, "clamped": {"limi
 # partial tiles of columns and of the summed dimension, one token.
 SIZES = [(700, 3, 5, 136, 104), (90, 2, 64, 64, 200), (1, 1, 1, 8, 8), (300, 4, 128, 264, 192)]
 HALVES = torch.bfloat16, torch.float16
-MAX_MEAN_ROWS = 1024
-
-
-@pytest.fixture(autouse=True)
-def _limit(monkeypatch):
-    monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", MAX_MEAN_ROWS)
 
 
 @pytest.fixture
 def served(monkeypatch):
     """Whether the kernels have served the calls so far, forwards and backwards."""
-    found, serves = [], kernels.serves
-    monkeypatch.setattr(kernels, "serves", lambda a: found.append(serves(a)) or found[-1])
+    found, unsupported = [], kernels.unsupported
+
+    def observed(a):
+        reason = unsupported(a)
+        found.append(reason is None)
+        return reason
+
+    monkeypatch.setattr(kernels, "unsupported", observed)
     return found
 
 
@@ -94,13 +94,11 @@ def test_the_same_bits(sm90, used):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", ["many rows", "float32", "LIGER_WGMMA", "backend"])
+@pytest.mark.parametrize("change", ["float32", "LIGER_WGMMA", "backend"])
 def test_the_default_path(sm90, served, monkeypatch, change):
     """The same calls where the kernels do not serve them."""
     sizes, dtype = SIZES[0], torch.bfloat16
-    if change == "many rows":
-        sizes = (MAX_MEAN_ROWS + 1, 2, 2, 136, 104)
-    elif change == "float32":
+    if change == "float32":
         dtype = torch.float32
     elif change == "LIGER_WGMMA":
         monkeypatch.setenv("LIGER_WGMMA", "0")
@@ -265,14 +263,13 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_decide_in_each_call(in_torch, served, monkeypatch, program, made_with):
     """Also in the backward; a program has the op, whichever path the call took that it was made with."""
-    limits = {"kernels": MAX_MEAN_ROWS, "default": 0}
     x, *rest = [t.requires_grad_() for t in make("cpu", torch.bfloat16)]
     given = (x, distinct(13, 3, 5), *rest)
-    monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", limits[made_with])
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: made_with == "kernels")
     called = PROGRAMS[program](Experts(), given)
     torch.autograd.grad(called(*given).sum(), [x, *rest])
     for path in ("kernels", "default"):
-        monkeypatch.setattr(kernels, "MAX_MEAN_ROWS", limits[path])
+        monkeypatch.setattr(kernels, "has_kernels", lambda x, path=path: path == "kernels")
         served.clear()
         torch.autograd.grad(called(*given).sum(), [x, *rest])
         assert served == [path == "kernels"] * 2
@@ -299,7 +296,7 @@ def test_memory(in_torch, used, monkeypatch, recompute):
         grads = torch.autograd.grad(y, inputs, upstream)
     of_results = sum(t.nbytes for t in grads)
     assert live.peak <= of_results + gate_up + rows * max(intermediate, hidden) * size + 100 * rows
-    monkeypatch.setattr(kernels, "serves", lambda a: False)
+    monkeypatch.setattr(kernels, "unsupported", lambda a: "the default path is compared")
     assert saved_bytes(call, *inputs, index) == kept
 
 
@@ -331,14 +328,5 @@ def test_what_the_kernels_do_not_take(monkeypatch, changed, words):
     assert words in kernels.unsupported(arguments(**changed))
 
 
-@pytest.mark.parametrize("slots, serves", [(5 * MAX_MEAN_ROWS, True), (5 * MAX_MEAN_ROWS + 1, False)])
-def test_the_average_number_of_rows_decides(monkeypatch, slots, serves):
-    """Of all slots, sentinels too."""
-    monkeypatch.setattr(kernels, "has_kernels", lambda x: True)
-    given = arguments(top_k_index=torch.full((slots, 1), 7))
-    assert kernels.serves(given) == serves and kernels.unsupported(given) is None
-
-
 def test_a_cpu_has_no_kernels():
     assert "no such kernels" in kernels.unsupported(arguments())
-    assert not kernels.serves(arguments())

@@ -61,7 +61,7 @@ def grouped_experts_forward_kernel(a):
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
     flat = x.reshape(-1, hidden)
     index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-    if sm90.serves(a):
+    if sm90.unsupported(a) is None:
         routing = Routing(index, experts, weights)
         product, kept = sm90.gate_up(sm90.aligned(flat), routing, a, keep)
         out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, routing.weights)
@@ -128,7 +128,7 @@ def _gradients(kept, a):
     grad_weights = top_k_weights.new_empty(0)
 
     gate_up = kept.pop()
-    if sm90.serves(a):
+    if sm90.unsupported(a) is None:
         return _gradients_sm90(gate_up, a, routing, flat, grad_flat, row_weights)
     if gate_up.shape[0] == 0:
         gate_up = _first_gemm(routing.rows(flat), routing, gate_up_proj, gate_up_proj_bias, is_transposed)

@@ -2,7 +2,6 @@
 """The grouped GEMMs of compute capability 9.0 (csrc/experts/sm90): they gather the rows of x and of the
 upstream gradient themselves, and their epilogues activate and multiply by the routing weight.
 
-They serve the calls that they support with at most MAX_MEAN_ROWS rows per expert on average:
 docs/lab/experts_sm90.md has their times.
 """
 
@@ -13,9 +12,6 @@ from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.registration import FAMILIES
 from .arguments import sizes_of
 
-# 0 until the last version of the kernels has run on a GPU. The versions before were faster than the default
-# path with 512 and 1024 rows per expert, and as fast with 2048.
-MAX_MEAN_ROWS = 0
 # Rows are counted in int32, with tiles that reach beyond the last row.
 _MAX_SLOTS = 2**30
 _VECTOR = 8
@@ -56,13 +52,6 @@ def has_kernels(x):
         and hasattr(torch.ops.liger_sm90, "takes_experts")
         and torch.ops.liger_sm90.takes_experts.default(x)
     )
-
-
-def serves(a):
-    """True if these kernels serve the call. Its shapes decide, and sentinels count, so that the host
-    waits for nothing."""
-    experts = a.down_proj.shape[0]
-    return a.top_k_index.numel() <= MAX_MEAN_ROWS * experts and unsupported(a) is None
 
 
 def _options(a):

@@ -187,7 +187,7 @@ void test_grad_product(const Routing& routing, int clusters, const Gate& gate, b
     }
 }
 
-template <bool kTransposed>
+template <bool kTransposed, int kSharing>
 void test_grad_matrix(const Routing& routing, int clusters) {
   constexpr int kWide = 2 * kIntermediate;
   const Matrix a(kTokens, kHidden);
@@ -196,11 +196,12 @@ void test_grad_matrix(const Routing& routing, int clusters) {
   out.fill(0, kNan);
   b.fill(routing.slots, kNan);  // rows of sentinels
   const Routing& r = routing;
-  const GradMatrixEpilogue<T, kTransposed> epilogue{r.groups(kWide, kColumns, 0),
-                                                    {a.data.data(), kHidden, {r.tokens.data(), false}},
-                                                    b.data.data(),
-                                                    out.data.data(),
-                                                    kWide};
+  const GradMatrixEpilogue<T, kTransposed, kSharing> epilogue{
+      r.groups(kWide, kColumns, 0),
+      {a.data.data(), kHidden, {r.tokens.data(), false}},
+      b.data.data(),
+      out.data.data(),
+      kWide};
   const CUtensorMap map = b.map(kHalfK);
   run_kernel(clusters, {map, map}, epilogue);
   for (int e = 0; e < r.experts(); ++e)
@@ -226,8 +227,10 @@ void test_all(const std::vector<int>& counts, int clusters) {
   test_grad_product<true>(routing, clusters, gpt_oss);
   test_grad_product<false, true>(routing, clusters, silu, true);
   test_grad_product<true>(routing, clusters, gpt_oss, true);
-  test_grad_matrix<false>(routing, clusters);
-  test_grad_matrix<true>(routing, clusters);
+  test_grad_matrix<false, 2>(routing, clusters);
+  test_grad_matrix<true, 2>(routing, clusters);
+  test_grad_matrix<false, 4>(routing, clusters);
+  test_grad_matrix<true, 4>(routing, clusters);
 }
 
 }  // namespace

@@ -116,7 +116,8 @@ struct Test {
       sum_partials<T>(sums, 1, out, c.hidden, false, nullptr);
       return;
     }
-    launch_with_sums<T>(out, c.hidden, plan.partials, false, nullptr, launch, floats);
+    // As in host.cuh: launch overwrites the gradients it was called with.
+    launch_with_sums<T>(p.grads, c.hidden, plan.partials, false, nullptr, launch, floats);
     const bool needs = c.need_weight || (kIsLayer && c.need_bias);
     const int kernels = plan.rows.width == 0 ? c.need_x + needs : 1;
     check(launches == kernels + (needs && plan.partials > 1), "launches", c);
