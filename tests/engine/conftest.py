@@ -40,7 +40,9 @@ def emulate(tmp_path_factory):
         includes = [f"-I{folder}" for folder in (emulator, *folders, root / "csrc")]
         options = "-std=c++20", "-O2", "-fno-strict-aliasing", "-fno-extern-tls-init", "-pthread", "-w"
         # Ubuntu's g++ fortifies longjmp, which then takes a switch between fibers for an error.
-        subprocess.run([compiler, *options, "-U_FORTIFY_SOURCE", *includes, emulator / source, "-o", program], check=True)
+        subprocess.run(
+            [compiler, *options, "-U_FORTIFY_SOURCE", *includes, emulator / source, "-o", program], check=True
+        )
         done = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)
         return done.returncode, done.stdout
 

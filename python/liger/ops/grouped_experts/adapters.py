@@ -4,12 +4,12 @@ sum.
 
 Each product with an adapter is two grouped GEMMs over a dimension of r columns, added to the product with the
 frozen weight. Autograd saves what grouped_experts saves, and of each adapter its first product, (S + 1, r).
+A quantised weight is read through a dense copy at each use, one weight at a time.
 """
 
 import torch
 
 from ..._core.op.autograd import differentiable_once
-from .arguments import sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups
 from .op import grad_of_routing, matrices_of
 from .routing import Routing, row_products, weights_of
@@ -55,17 +55,16 @@ def _through(grads, weight, factors, ends):
 class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, index, weights, weight, down, bias, down_bias, *factors):
-        gate, is_transposed = options
-        experts, hidden, _ = sizes_of(down, is_transposed)
-        flat = x.reshape(-1, hidden)
+        gate, is_transposed, experts, (read, read_down) = options
+        flat = x.reshape(-1, x.shape[-1])
         routing = Routing(index.reshape(-1, index.shape[-1]), experts)
         rows = routing.rows(flat)
-        gate_up = multiply_groups(rows, matrices_of(weight, is_transposed), routing.ends)
+        gate_up = multiply_groups(rows, matrices_of(read(weight), is_transposed), routing.ends)
         low = _add(gate_up, rows, factors[:2], routing.ends)
         del rows
         routing.add_bias_(gate_up, bias)
         product = gate.product(gate_up)
-        out = multiply_groups(product, matrices_of(down, is_transposed), routing.ends)
+        out = multiply_groups(product, matrices_of(read_down(down), is_transposed), routing.ends)
         low_down = _add(out, product, factors[2:], routing.ends)
         del product
         routing.add_bias_(out, down_bias)
@@ -81,15 +80,17 @@ class _AdaptedExperts(torch.autograd.Function):
             return (None,) * 12
         x, index, weights, weight, down, down_bias, *rest = ctx.saved_tensors
         *factors, gate_up, low, low_down = rest
-        gate, is_transposed = ctx.options
+        gate, is_transposed, experts, (read, read_down) = ctx.options
         need_x, _, need_weights = ctx.needs_input_grad[1:4]
-        experts, hidden, _ = sizes_of(down, is_transposed)
+        hidden = x.shape[-1]
         routing = Routing(index.reshape(-1, index.shape[-1]), experts, weights.reshape(-1, weights.shape[-1]))
         row_weights, ends = routing.weights, routing.ends
         grad_flat = grad_y.reshape(-1, hidden)
         grad_rows, gate_up = routing.rows(grad_flat), gate_up.clone()
         # Without the routing weight, whose gradient needs it so.
-        grad_product, up_down = _through(grad_rows, matrices_of(down, is_transposed), factors[2:], ends)
+        matrices = matrices_of(read_down(down), is_transposed)
+        grad_product, up_down = _through(grad_rows, matrices, factors[2:], ends)
+        del matrices
         kernels = gate.kernels(gate_up)
         if kernels is not None:
             sums = kernels.backward_(grad_product, gate_up, row_weights, gate)
@@ -110,7 +111,7 @@ class _AdaptedExperts(torch.autograd.Function):
         if need_weights:
             grad_weights = grad_of_routing(routing, grad_flat, sums, down_bias, weights)
         if need_x:
-            found, up = _through(gate_up, matrices_of(weight, is_transposed), factors[:2], ends)
+            found, up = _through(gate_up, matrices_of(read(weight), is_transposed), factors[:2], ends)
             grad_x = routing.combine(found).view(x.shape)
             del found
         elif factors[0] is not None:
@@ -121,7 +122,9 @@ class _AdaptedExperts(torch.autograd.Function):
         return None, grad_x, None, grad_weights, None, None, None, None, *grads
 
 
-def adapted_experts(x, top_k_index, top_k_weights, parameters, adapters, gate, is_transposed):
+def adapted_experts(
+    x, top_k_index, top_k_weights, parameters, adapters, gate, is_transposed, experts, readers
+):
     """:func:`liger.grouped_experts` with frozen weights and adapters, in the dtype of x.
 
     Args:
@@ -129,6 +132,10 @@ def adapted_experts(x, top_k_index, top_k_weights, parameters, adapters, gate, i
         parameters: gate_up_proj, down_proj, and their biases or None; they get no gradient.
         adapters: per weight the factors of :func:`adapter`, or None.
         gate: a :class:`.routing.Gate`.
+        experts: the number of experts.
+        readers: per weight a function from the parameter to the weight of grouped_experts, which is not
+            saved.
     """
+    options = gate, is_transposed, experts, readers
     factors = [factor for pair in adapters for factor in (pair or (None, None))]
-    return _AdaptedExperts.apply((gate, is_transposed), x, top_k_index, top_k_weights, *parameters, *factors)
+    return _AdaptedExperts.apply(options, x, top_k_index, top_k_weights, *parameters, *factors)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The weight of a base layer under LoRA: plain, or quantised and read through a dense copy at each use.
+"""Frozen weights of linear layers and of experts: plain, or quantised and read through a dense copy at each
+use.
 
 bitsandbytes and torchao are not imported. Whether a quantised layer computes the linear operation with the
 dense weight, a trial tells: torchao also has layers that quantise their input.
@@ -38,8 +39,25 @@ def dtype_of_four_bits(base, x):
     return x.dtype if base.compute_dtype is None else base.compute_dtype
 
 
+def state_of_parameter(module, name):
+    """The quantisation state of a parameter that ``bitsandbytes.nn.parametrize.replace_parameter_4bit`` has
+    replaced, and nothing else has; else None."""
+    all_steps = module._modules.get("parametrizations")
+    if all_steps is None or name not in all_steps:
+        return None
+    package, steps = sys.modules.get("bitsandbytes.nn.parametrize"), list(all_steps[name])
+    is_four_bit = package is not None and [type(s) for s in steps] == [package.Bnb4bitParametrization]
+    return steps[0].quant_state if is_four_bit else None
+
+
+def stored(module, name):
+    """(a parameter of a module as it is stored, its :func:`state_of_parameter`)"""
+    state = state_of_parameter(module, name)
+    return (getattr(module, name) if state is None else module.parametrizations[name].original), state
+
+
 def dense(weight, state, dtype):
-    """The weight (outputs, inputs) in a dtype: itself if it is plain and has the dtype, else a new tensor.
+    """The weight in a dtype: itself if it is plain and has the dtype, else a new tensor.
 
     ``state``: the quantisation state of a 4-bit weight, else None.
     """

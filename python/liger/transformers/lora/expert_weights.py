@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PEFT's adapters on the weights of experts (``target_parameters``), without a dense copy of the weights.
+"""PEFT's adapters on the weights of experts (``target_parameters``), without a dense copy of the weights; and
+frozen weights with 4 bits, with or without adapters.
 
 PEFT wraps the experts once per weight, and before each call computes ``W + s B A`` for all experts. A patched
 wrapper gives its factors to the patched experts instead. PEFT is not imported.
@@ -22,6 +23,7 @@ from ...ops.grouped_experts.routing import Gate
 from ..recipe import trials
 from ..recipe.classes import recipe_of
 from ..recipe.local import Local
+from .base_weight import dense
 from .layer import HOOKED, SEVERAL, is_of_peft, stand_in
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -111,10 +113,12 @@ def wrappers_of(experts):
 
 
 def takes(x, parameters, wrappers):
-    """True if :func:`run` supports these tensors, which the op without adapters supports."""
+    """True if :func:`run` supports these tensors, which the op supports if they are dense and without
+    adapters."""
     tensors = [w for wrapper in wrappers.values() for w in _weights_of(wrapper)[:2]]
     return (
         x.device.type in ("cpu", "cuda")
+        and not is_traced(x)
         and x.numel() > 0
         and not any(p.requires_grad for p in parameters)
         and not any(map(is_dtensor, (x, *tensors)))
@@ -123,21 +127,33 @@ def takes(x, parameters, wrappers):
 
 
 # The grouped GEMMs ask for the addresses of their operands, which a traced tensor does not have.
-@torch.compiler.disable(reason="liger: experts with adapters run eagerly")
-def run(recipe, parameters, wrappers, x, top_k_index, top_k_weights):
-    """:meth:`ExpertsRecipe.run` with adapters."""
+@torch.compiler.disable(reason="liger: experts with adapters or 4-bit weights run eagerly")
+def run(recipe, parameters, states, wrappers, x, top_k_index, top_k_weights):
+    """:meth:`ExpertsRecipe.run` with adapters, of parameters with quantisation states or None."""
     operand, *parameters = autocast_operands(x, *parameters, *[None] * (4 - len(parameters)))
+    readers = [functools.partial(dense, state=state, dtype=operand.dtype) for state in states[:2]]
+    experts = (parameters[0] if states[0] is None else states[0]).shape[0]
     adapters = [
         _factors(wrappers[name], recipe.is_transposed, operand.dtype) if name in wrappers else None
         for name in WEIGHTS
     ]
     gate = Gate(recipe.activation, recipe.is_interleaved, recipe.alpha, recipe.limit)
-    y = adapted_experts(operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed)
+    y = adapted_experts(
+        operand,
+        top_k_index,
+        top_k_weights,
+        parameters,
+        adapters,
+        gate,
+        recipe.is_transposed,
+        experts,
+        readers,
+    )
     return y.to(x.dtype)
 
 
 @contextlib.contextmanager
-def dense(experts, wrappers):
+def summed(experts, wrappers):
     """Inside, the weights of the experts are the sums that PEFT computes, in all threads."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_call.holding(None))

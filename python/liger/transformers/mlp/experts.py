@@ -3,7 +3,8 @@
 ``experts_implementation="liger"``.
 
 transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
-A trial tells what the module computes from them; router and losses of the router are not part of it.
+A trial tells what the module computes from them; router and losses of the router are not part of it. Weights
+with 4 bits of bitsandbytes (``replace_parameter_4bit``) are frozen: each use makes a dense copy of one weight.
 """
 
 import contextlib
@@ -16,11 +17,13 @@ import math
 from typing import ClassVar
 
 import torch
+from torch.nn.utils import parametrize
 
 from ..._core.dtensor.inputs import is_dtensor
 from ..._core.modules.quantised import is_quantised
 from ...ops.grouped_experts.op import grouped_experts
 from ..lora import expert_weights
+from ..lora.base_weight import state_of_parameter, stored
 from ..lora.expert_weights import WEIGHTS
 from ..recipe import trials
 from ..recipe.classes import is_hooked
@@ -49,15 +52,20 @@ class ExpertsRecipe:
     limit: float | None
     kind: ClassVar[str] = "experts"
 
-    def parameters(self, module):
-        return [getattr(module, name) for name in (WEIGHTS + BIASES if self.has_bias else WEIGHTS)]
+    @property
+    def names(self):
+        return WEIGHTS + BIASES if self.has_bias else WEIGHTS
 
-    def run(self, module, hidden_states, top_k_index, top_k_weights):
+    def parameters(self, module):
+        """(parameters as they are stored, quantisation state of each or None)"""
+        return tuple(zip(*[stored(module, name) for name in self.names], strict=True))
+
+    def run(self, hidden_states, top_k_index, top_k_weights, *parameters):
         y = grouped_experts(
             hidden_states,
             top_k_index,
             top_k_weights,
-            *self.parameters(module),
+            *parameters,
             activation=self.activation,
             is_transposed=self.is_transposed,
             is_interleaved=self.is_interleaved,
@@ -69,14 +77,14 @@ class ExpertsRecipe:
 
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
-        if any(map(is_quantised, self.parameters(module))):
+        if any(map(is_quantised, self.parameters(module)[0])):
             return QUANTISED
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
-    def takes(self, module, hidden_states, top_k_index):
+    def takes(self, module, parameters, states, hidden_states, top_k_index):
         """True if the op takes these: one dtype, not quantised, all DTensors or none."""
-        parameters, device = self.parameters(module), hidden_states.device.type
-        dtypes = {p.dtype for p in parameters}
+        device = hidden_states.device.type
+        dtypes = {p.dtype if s is None else s.dtype for p, s in zip(parameters, states, strict=True)}
         return (
             device in ("cpu", "cuda", "meta")
             and not is_hooked(getattr(module, "act_fn", None))
@@ -93,13 +101,14 @@ class ExpertsRecipe:
             given, wrappers = dict(zip(names, args, strict=False)) | kwargs, expert_weights.wrappers_of(self)
             if len(args) <= len(names) and given.keys() == set(names):
                 tensors = [given[name] for name in names]
-                parameters = recipe.parameters(self) if wrappers else ()
-                if recipe.takes(self, *tensors[:2]):
-                    if not wrappers:
-                        return recipe.run(self, *tensors)
-                    if expert_weights.takes(tensors[0], parameters, wrappers):
-                        return expert_weights.run(recipe, parameters, wrappers, *tensors)
-            with expert_weights.dense(self, wrappers) if wrappers else contextlib.nullcontext():
+                parameters, states = recipe.parameters(self)
+                if recipe.takes(self, parameters, states, *tensors[:2]):
+                    frozen = wrappers or {}
+                    if not frozen and states.count(None) == len(states):
+                        return recipe.run(*tensors, *parameters)
+                    if expert_weights.takes(tensors[0], parameters, frozen):
+                        return expert_weights.run(recipe, parameters, states, frozen, *tensors)
+            with expert_weights.summed(self, wrappers) if wrappers else contextlib.nullcontext():
                 return original.forward(self, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
@@ -118,12 +127,16 @@ def experts(module, activations):
 
     ``activations``: the names of the activations to patch; ``"gpt_oss"`` goes with ``"silu"``.
     """
-    names = set(module._parameters)
+    packed = {name for name in WEIGHTS if state_of_parameter(module, name) is not None}
+    names = packed.union(module._parameters)
     if not names.issuperset(WEIGHTS) or len(_argument_names(trials.original(module))) != 3:
         return None
-    if not names.issubset(WEIGHTS + BIASES) or len(names.intersection(BIASES)) == 1 or module._modules.keys() - {
-        "act_fn"
-    }:  # fmt: skip
+    known = {"act_fn", "parametrizations"} if packed else {"act_fn"}
+    if (
+        not names.issubset(WEIGHTS + BIASES)
+        or len(names.intersection(BIASES)) == 1
+        or module._modules.keys() - known
+    ):
         return "its experts have other parameters than two projections with or without biases"
     if any(map(is_quantised, module._parameters.values())):
         return QUANTISED
@@ -133,7 +146,7 @@ def experts(module, activations):
     is_transposed = _layout(module)
     if is_transposed is None:
         return "its projections do not have the shapes of gated experts"
-    found = _try_experts(module, is_transposed, len(names) == 4)
+    found = _try_experts(_without_parametrizations(module), is_transposed, len(names) == 4)
     if isinstance(found, ExpertsRecipe):
         activation = "silu" if found.activation == "gpt_oss" else found.activation
         return found if activation in activations else None
@@ -142,8 +155,10 @@ def experts(module, activations):
 
 def _layout(module):
     """True if the weights are transposed, (E, inputs, outputs); None if they fit neither layout."""
+    states = [state_of_parameter(module, name) for name in WEIGHTS]
+    given = [s or module._parameters[name] for name, s in zip(WEIGHTS, states, strict=True)]
     # Under ZeRO-3 a parameter is empty, and its shape is an attribute.
-    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in map(module._parameters.get, WEIGHTS)]
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in given]
     if any(len(shape) != 3 for shape in shapes):
         return None
     (_, *first), (_, *second) = shapes
@@ -152,6 +167,13 @@ def _layout(module):
         if (outputs, inputs) == (2 * intermediate, hidden):
             return is_transposed
     return None
+
+
+def _without_parametrizations(module):
+    """The module with the class that it had before, whose parameters a stand-in may set."""
+    twin = object.__new__(parametrize.type_before_parametrizations(module))
+    twin.__dict__.update(module.__dict__)
+    return twin
 
 
 def _first_number(module, names):
@@ -186,13 +208,18 @@ def _try_experts(module, is_transposed, has_bias):
         return lambda x, weights: run(x.flatten(0, 1), index, weights)
 
     for recipe in _recipes(module, is_transposed, has_bias):
-        y = recipe.run(stand_in, x, index, weights)
+        run = functools.partial(_run_stand_in, recipe, stand_in)
+        y = run(x, index, weights)
         if trials.error(by_scale(y), by_scale(expected)) <= 1:
-            ours = function(functools.partial(recipe.run, stand_in))
+            ours = function(run)
             theirs = function(type(stand_in).forward.__get__(stand_in))
             same = trials.same_gradients(ours, theirs, x.unflatten(0, (len(trials.SCALES), -1)), weights)
             return recipe if same else trials.OTHER_GRADIENTS
     return "its experts do not compute down(activation(gate) * up) with an activation that liger has"
+
+
+def _run_stand_in(recipe, stand_in, *tensors):
+    return recipe.run(*tensors, *recipe.parameters(stand_in)[0])
 
 
 def _recipes(module, is_transposed, has_bias):
@@ -244,7 +271,13 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
     fields = module.__dict__.get(_RECIPE)
     if fields is None:
         fields = _recognised(module)
-    return ExpertsRecipe(*fields).run(module, hidden_states, top_k_index, top_k_weights)
+    recipe, given = ExpertsRecipe(*fields), (hidden_states, top_k_index, top_k_weights)
+    parameters, states = recipe.parameters(module)
+    if states.count(None) < len(states):
+        if expert_weights.takes(hidden_states, parameters, {}):
+            return expert_weights.run(recipe, parameters, states, {}, *given)
+        parameters = [getattr(module, name) for name in recipe.names]
+    return recipe.run(*given, *parameters)
 
 
 def register():
