@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Experts whose weights bitsandbytes has replaced by 4-bit ones: the same training, with and without adapters of
-PEFT, and no dense weight that autograd saves."""
+"""Experts whose weights bitsandbytes has replaced by 4-bit ones: the same training, with and without adapters
+of PEFT, and no dense weight that autograd saves."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def model_of(family, device, order=None, adapted=WEIGHTS, names=WEIGHTS):
 
 
 def result(model):
-    """A step, with the names of adapters that do not depend on which wrapper of a layer contains the other."""
+    """A step; names of adapters do not depend on which wrapper of a layer contains the other."""
     output, gradients = step(model, **batch(next(model.parameters()).device))
     names = {id(p): name for name, p in model.named_parameters()}
     for path, wrapper in [(p, m) for p, m in model.named_modules() if type(m).__name__ == "ParamWrapper"]:

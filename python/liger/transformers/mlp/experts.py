@@ -3,8 +3,8 @@
 ``experts_implementation="liger"``.
 
 transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
-A trial tells what the module computes from them; router and losses of the router are not part of it. Weights
-with 4 bits of bitsandbytes (``replace_parameter_4bit``) are frozen: each use makes a dense copy of one weight.
+A trial tells what the module computes from them; router and losses of the router are not part of it. 4-bit
+weights of bitsandbytes (``replace_parameter_4bit``) are frozen: each use makes a dense copy of one weight.
 """
 
 import contextlib
