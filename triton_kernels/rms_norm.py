@@ -194,6 +194,9 @@ def _forward(op, x, residual, weight, eps, offset, casting_mode):
             x, x_stride, residual, residual_stride, dense_vector(weight), y_rows, y_stride, new_rows, new_stride,
             rstd, n_rows, n_cols, eps, offset, casting_mode, block_rows, block_cols, whole,
             num_warps=warps_for(block_rows * block_cols),
+            # A compiler may fuse either square of a sum of two. A norm of a stored sum has the bits of
+            # fused_add_rms_norm, another kernel.
+            enable_fp_fusion=False,
         )  # fmt: skip
     write_back(y, y_rows)
     if new_residual is not None:

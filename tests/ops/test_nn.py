@@ -376,7 +376,9 @@ def test_loss_modules_pass_every_option(device):
     assert all(map(torch.equal, fused(hidden, weight, target, **tensors), want))
     head = liger.nn.LMHeadLoss(16, 21, device=device, metrics=metrics, memory_budget=4096, **options)
     head.weight.data.copy_(weight)
-    assert all(map(torch.equal, head(hidden, target, **tensors), want))
+    # With a gradient: Triton compiles another kernel, whose sums may be rounded otherwise.
+    with torch.no_grad():
+        assert all(map(torch.equal, head(hidden, target, **tensors), want))
     torch.testing.assert_close(head(hidden), 4.0 * torch.tanh(logits / 4.0))
 
 
