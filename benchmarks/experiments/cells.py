@@ -85,7 +85,7 @@ METHODS = ("transformers", "liger-kernel", "liger", COMPILED)
 # Model -> parameters that a token meets, in billions; layers; width of its attention.
 _MODELS = {
     "1b": (1.24, 16, 2048), "8b": (8.03, 32, 4096), "wide": (1.9, 4, 4096), "qwen3-1.7b": (1.72, 28, 2048),
-    "gemma3-1b": (1.0, 26, 1024), "qwen3-moe": (0.9, 4, 4096),
+    "gemma3-1b": (1.0, 26, 1024), "qwen3-moe": (0.9, 4, 4096), "mixtral": (1.1, 2, 4096), "gpt-oss": (1.6, 4, 4096),
 }  # fmt: skip
 # Of a GPU in a training step that recomputes every layer; tokens whose logits do not fit beside it.
 _FLOPS, _TOO_MANY = 6e14, 90_000

@@ -9,6 +9,8 @@ from . import long_context, preference_training, training
 from .cells import COMPILED, METHODS, Cell, Experiment, coarse_first, expected_seconds, packages
 
 MODELS = ("1b", "qwen3-1.7b", "gemma3-1b", "qwen3-moe", "8b")
+# Other mixtures of experts, at the second shape.
+MIXTURES = ("mixtral", "gpt-oss")
 FULL, LORA, DPO = "full", "LoRA", "DPO"
 RANK = 16
 SHAPES = ((1, 1024), (8, 1024), (4, 8192), (1, 131072))
@@ -44,10 +46,15 @@ def _cell(model, task, method, shape):
 def cells(tiny):
     """Of every model and task: every second size first."""
     if tiny:
-        plain = [_cell(m, FULL, method, (2, 16)) for m in MODELS[:-1] for method in ("transformers", "liger")]
+        plain = [
+            _cell(m, FULL, method, (2, 16))
+            for m in (*MODELS[:-1], *MIXTURES)
+            for method in ("transformers", "liger")
+        ]
         adapted = [_cell("1b", LORA, method, (2, 16)) for method in ("transformers", "liger")]
         return [*plain, *adapted, _cell("1b", DPO, "liger", (2, 32))]
     tasks = [(model, FULL, SHAPES[: 3 if model == LARGEST else None]) for model in MODELS]
+    tasks += [(model, FULL, SHAPES[1:2]) for model in MIXTURES]
     tasks += [("1b", LORA, SHAPES[1:3]), (LARGEST, LORA, SHAPES[1:2]), ("1b", DPO, PAIRS)]
     made = [
         _cell(model, task, method, shape)

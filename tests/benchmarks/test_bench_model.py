@@ -16,7 +16,8 @@ TINY = model_sizes.SELF_TEST
 
 @pytest.mark.parametrize("name", model_sizes.SIZES)
 def test_sizes_are_those_of_their_models(name):
-    """Parameters in billions, as their authors count them; of the mixture a twelfth of the layers."""
+    """Parameters in billions, as their authors count them; of mixtures a twelfth, sixteenth or sixth of the
+    layers."""
     transformers = pytest.importorskip("transformers")
     size = model_sizes.size_of(name)
     config = transformers.AutoConfig.for_model(size.family, **{"tie_word_embeddings": True, **size.config})
@@ -24,6 +25,8 @@ def test_sizes_are_those_of_their_models(name):
         model = transformers.AutoModelForCausalLM.from_config(config)
     billions = {"1b": 1.24, "8b": 8.03, "qwen3-1.7b": 1.72, "gemma3-1b": 1.0}
     billions["qwen3-moe"] = 0.622 + (30.53 - 0.622) / 12
+    billions["mixtral"] = 0.262 + (46.70 - 0.262) / 16
+    billions["gpt-oss"] = 1.158 + (20.91 - 1.158) / 6
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions[name], abs=0.006)
 
 

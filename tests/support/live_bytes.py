@@ -28,5 +28,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def live(self):
-        self._bytes = {reference: count for reference, count in self._bytes.items() if not reference.expired()}
+        self._bytes = {
+            reference: count for reference, count in self._bytes.items() if not reference.expired()
+        }
         return sum(self._bytes.values())

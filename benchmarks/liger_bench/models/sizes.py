@@ -17,6 +17,7 @@ class Size:
     family: str = "llama"
     lora: int = 0  # rank of adapters of PEFT on all linear layers of the decoder, whose weights are frozen
     nf4: bool = False  # whether those weights have 4 bits (bitsandbytes)
+    attention: str = "sdpa"  # attn_implementation of transformers
 
 
 FULL = Size(
@@ -67,6 +68,29 @@ QWEN3_MOE = replace(
         "tie_word_embeddings": False,
     },
 )  # fmt: skip
+MIXTRAL = replace(
+    QWEN3_MOE,
+    name="Mixtral-8x7B, 2 layers",
+    family="mixtral",
+    config={
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    },
+)  # fmt: skip
+# Its attention has sinks, which SDPA lacks.
+GPT_OSS = replace(
+    QWEN3_MOE,
+    name="gpt-oss-20b, 4 layers",
+    family="gpt_oss",
+    attention="eager",
+    config={
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+)  # fmt: skip
 SELF_TEST = Size(
     "a tiny Llama",
     {
@@ -78,9 +102,14 @@ SELF_TEST = Size(
 
 SIZES = {
     "1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "gemma3-1b": GEMMA3_1B, "qwen3-moe": QWEN3_MOE,
+    "mixtral": MIXTRAL, "gpt-oss": GPT_OSS,
 }  # fmt: skip
 # Settings of tiny stand-ins beyond SELF_TEST's.
-_TINY = {"qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}}
+_TINY = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def size_of(name, self_test=False):
@@ -90,4 +119,4 @@ def size_of(name, self_test=False):
         return full
     tiny = "a tiny Llama" if full.family == "llama" else f"a tiny {full.family.capitalize()}"
     config = {**SELF_TEST.config, **_TINY.get(full.family, {})}
-    return replace(SELF_TEST, name=tiny, family=full.family, config=config)
+    return replace(SELF_TEST, name=tiny, family=full.family, config=config, attention=full.attention)

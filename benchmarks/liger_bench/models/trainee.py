@@ -49,7 +49,7 @@ class Trainee:
         transformers = importlib.import_module("transformers")
         settings = {"tie_word_embeddings": True, **self.size.config}
         config = transformers.AutoConfig.for_model(
-            self.size.family, **settings, use_cache=False, attn_implementation="sdpa"
+            self.size.family, **settings, use_cache=False, attn_implementation=self.size.attention
         )
         torch.manual_seed(0)
         with torch.device(self.device):
