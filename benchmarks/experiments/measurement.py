@@ -54,11 +54,12 @@ class Measurement:
     def _read(self, code):
         if self._record.is_file():
             return json.loads(self._record.read_text())
+        tail = self._log.read_text(errors="replace")[-1500:] if self._log.is_file() else ""
         if code is None:
             if self.cell.seconds > self._left:
                 return None
-            return {"status": "timeout", "reason": f"not done after {self.cell.seconds:.0f} s"}
-        tail = self._log.read_text(errors="replace")[-1500:]
+            reason = f"not done after {self.cell.seconds:.0f} s"
+            return {"status": "timeout", "reason": reason, "traceback": tail}
         # The kernel ends the process with most memory when the host has no memory left.
         status = "oom" if code == -signal.SIGKILL else "failed"
         return {"status": status, "reason": f"exit code {code}", "traceback": tail}

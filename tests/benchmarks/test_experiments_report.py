@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import liger_bench
-from experiments import MODULES, experiment, report, results, summary, tables
+from experiments import MODULES, experiment, ops, report, results, summary, tables
 from liger_bench import suite
 from liger_bench.harness import Options
 from liger_bench.reports import overview
@@ -56,6 +56,15 @@ def test_a_table_has_a_word_for_every_cell():
     )
     assert "transformers: 1x1024, out of memory at 2x1024" in lines[8]
     assert "liger: 4x1024, the largest that was tried" in lines[8]
+
+
+def test_an_op_without_its_public_function_is_not_liger():
+    of = {"status": "ok", "peak_mib": 1}
+    providers = {
+        "liger[cuda]": {**of, "group": "ours", "ms": {"median": 2.0}},
+        "liger[cuda] ops alone": {**of, "group": "op alone", "ms": {"median": 1.0}},
+    }
+    assert ops.best({"providers": providers}, "liger[") == providers["liger[cuda]"]
 
 
 def test_the_page_has_results_between_its_markers(tmp_path):

@@ -5,7 +5,7 @@ The ceiling is dense: as many rows through one expert, by cuBLAS GEMMs alone. Sh
 8x7B, Qwen3 30B-A3B and gpt-oss 20B.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,8 @@ import torch
 import liger
 
 from ..candidates import Candidate, liger_kernel, ours, peer, providers, selected
-from ..harness import FASTEST, Contest, Provider, Row, Work, float32_reference, normal, works
+from ..devices.tuning import compile_in_parallel
+from ..harness import FASTEST, Contest, Options, Provider, Row, Work, float32_reference, normal, works
 from ..reports.goals import Goal
 
 GOALS = (
@@ -95,6 +96,12 @@ def _transformers(shape, implementation):
 
 def _liger_kernel(t):
     function = peer("liger_kernel.ops.fused_moe", "LigerFusedMoEFunction")
+    if t["x"].is_cuda:
+        compile_in_parallel(__name__, "tune")
+    return _apply(function, t)
+
+
+def _apply(function, t):
     return function.apply(t["x"], t["gate_up_proj"], t["down_proj"], t["index"].int(), t["weights"])
 
 
@@ -157,6 +164,18 @@ def _inputs(options, shape, tokens):
         return made
 
     return make
+
+
+def tune():
+    """Compiles what liger-kernel compares, with few experts and tokens: their numbers do not choose."""
+    function, options = peer("liger_kernel.ops.fused_moe", "LigerFusedMoEFunction"), Options()
+    for shape in SHAPES:
+        if not shape.is_gpt_oss:
+            # Triton compiles multiples of 16 on their own.
+            few = replace(shape, experts=16 if shape.experts % 16 == 0 else shape.choices)
+            t = _inputs(options, few, 256)()
+            leaves = [t[name].requires_grad_() for name in ("x", "weights", *shape.parameters)]
+            torch.autograd.grad(_apply(function, t), leaves, t["grad_y"])
 
 
 def _rows(options, shape, tokens):
