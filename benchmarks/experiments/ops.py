@@ -62,8 +62,8 @@ def best(row, prefix, prefixes=()):
     """Of the measured providers whose name begins so, and not with a longer one of ``prefixes``, the one with
     least memory among the fastest; None without any.
 
-    Some ops have a second form that overwrites its inputs, as fast as the first within the noise. An op without
-    its public function does not count.
+    Some ops have a second form that overwrites its inputs, as fast as the first within the noise. An op
+    without its public function does not count.
     """
     longer = tuple(other for other in prefixes if len(other) > len(prefix) and other.startswith(prefix))
     found = [

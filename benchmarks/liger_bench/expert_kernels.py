@@ -185,7 +185,8 @@ def kernel_works(shape, inputs):
     )
     routing = Routing(t["index"], shape.experts, t["weights"])
     weights = routing.weights
-    product, kept = sm90.gate_up(t["x"], routing, a, True)
+    x, grad_y = (sm90.source(t[name], routing, a) for name in ("x", "grad_y"))
+    product, kept = sm90.gate_up(x, routing, a, True)
     rows = sm90.rows(product, routing, t["down_proj"], a.is_transposed, biases[1], weights)
     # The kernel writes the gradient over it, which shrinks call by call; other kernels read the first.
     spent = kept.clone()
@@ -193,15 +194,16 @@ def kernel_works(shape, inputs):
     transposed = a.is_transposed
     return {
         "sort": (lambda: Routing(t["index"], shape.experts, t["weights"]), 0),
-        "gate_up": (lambda: sm90.gate_up(t["x"], routing, a, True), 2 * gemm),
+        "gather": (lambda: sm90.source(t["x"], routing, a), 0),
+        "gate_up": (lambda: sm90.gate_up(x, routing, a, True), 2 * gemm),
         "down": (
             lambda: sm90.rows(product, routing, t["down_proj"], transposed, biases[1], weights), gemm
         ),
         "sum": (lambda: sm90.sum_choices(rows, routing), 0),
-        "grad_product": (lambda: sm90.grad_product_(t["grad_y"], routing, a, weights, spent), gemm),
+        "grad_product": (lambda: sm90.grad_product_(grad_y, routing, a, weights, spent), gemm),
         "grad_x": (lambda: sm90.rows(kept, routing, t["gate_up_proj"], not transposed), 2 * gemm),
-        "grad_down": (lambda: sm90.grad_matrix(t["grad_y"], product, routing, transposed), gemm),
-        "grad_gate_up": (lambda: sm90.grad_matrix(t["x"], kept, routing, not transposed), 2 * gemm),
+        "grad_down": (lambda: sm90.grad_matrix(grad_y, product, routing, transposed), gemm),
+        "grad_gate_up": (lambda: sm90.grad_matrix(x, kept, routing, not transposed), 2 * gemm),
     }  # fmt: skip
 
 

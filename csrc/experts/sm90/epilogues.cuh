@@ -30,10 +30,10 @@ __device__ __forceinline__ void store_words(void* to, uint32_t (&words)[4], int 
 
 // kInterleaved: gate and up are the even and odd columns; else a tile has kHalfColumns columns of gate, then
 // as many of up. kIsSilu: gate.is_silu().
-template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
+template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu, bool kGathers>
 struct GateUpEpilogue {
   using Element = T;
-  static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static constexpr bool kGather = kGathers, kBMn = kBMajorMn, kWeights = false;
   static constexpr int kSharing = 4;
   static constexpr int kStagingBytes = 0;
   static_assert(kInterleaved || !kBMn);
@@ -168,10 +168,10 @@ struct RowsEpilogue {
   }
 };
 
-template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu>
+template <typename T, bool kBMajorMn, bool kInterleaved, bool kIsSilu, bool kGathers>
 struct GradProductEpilogue {
   using Element = T;
-  static constexpr bool kGather = true, kBMn = kBMajorMn, kWeights = false;
+  static constexpr bool kGather = kGathers, kBMn = kBMajorMn, kWeights = false;
   static constexpr int kSharing = 4;
   // A part of gate and up: 8 rows and 32 columns of each, twice per warp. Rows of gate are 80 bytes apart,
   // and rows of up follow; rows of both are 160 bytes apart. So eight rows are in different banks.
@@ -298,12 +298,11 @@ struct GradProductEpilogue {
   }
 };
 
-// a[rows of e].T @ b[rows of e] for every expert e, with gathered rows of a; or with kTransposed the
-// transpose of it.
-template <typename T, bool kTransposed, int kSharingWarps>
+// a[rows of e].T @ b[rows of e] for every expert e, or with kTransposed the transpose of it.
+template <typename T, bool kTransposed, bool kGathers, int kSharingWarps>
 struct GradMatrixEpilogue {
   using Element = T;
-  static constexpr bool kGather = true, kBMn = true, kWeights = true;
+  static constexpr bool kGather = kGathers, kBMn = true, kWeights = true;
   static constexpr int kSharing = kSharingWarps, kStagingBytes = 0;
   Groups groups;
   GatheredRows<T> a;

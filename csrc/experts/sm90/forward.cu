@@ -16,14 +16,14 @@ bool takes(const Tensor& x) {
   return device_attributes(x.get_device_index()).code.sm90a && has_tensor_maps() && wgmma_engine_allowed();
 }
 
-template <typename T, bool kInterleaved, bool kIsSilu>
-void launch_gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, const Tensor& gate_up_proj,
-                    const std::optional<Tensor>& bias, const Gate& gate, const Tensor& gate_up,
-                    const Tensor& product) {
+template <typename T, bool kInterleaved, bool kIsSilu, bool kGathers>
+void launch_gate_up(const Tensor& x, const std::optional<Tensor>& tokens, const Tensor& ends,
+                    const Tensor& gate_up_proj, const std::optional<Tensor>& bias, const Gate& gate,
+                    const Tensor& gate_up, const Tensor& product) {
   // gpt-oss has interleaved and transposed matrices; otherwise neither.
   constexpr bool kBMn = kInterleaved;
   const int64_t intermediate = product.size(1);
-  const GateUpEpilogue<T, kBMn, kInterleaved, kIsSilu> epilogue{
+  const GateUpEpilogue<T, kBMn, kInterleaved, kIsSilu, kGathers> epilogue{
       .groups = groups_of(ends, ceil_div(intermediate, int64_t{kHalfColumns}), x.size(1),
                           kInterleaved ? kColumns : kHalfColumns,
                           kInterleaved ? kHalfColumns : static_cast<int>(intermediate)),
@@ -34,13 +34,16 @@ void launch_gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, c
       .product = data_of<T>(product),
       .intermediate = static_cast<int>(intermediate)};
   const CUtensorMap b = map_of(gate_up_proj, kBMn ? kHalfK : kHalfColumns);
-  lm_head::launch_gemm(GroupedMaps{b, b}, epilogue, x.get_device_index(), current_stream(x));
+  const GroupedMaps maps{kGathers ? b : map_of(x, kBox), b};
+  lm_head::launch_gemm(maps, epilogue, x.get_device_index(), current_stream(x));
 }
 
-// gate_up: (rows, 2 intermediate), or empty if it is not kept.
-void gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, const Tensor& gate_up_proj,
-             const std::optional<Tensor>& bias, const std::string& activation, bool is_interleaved,
-             double alpha, std::optional<double> limit, const Tensor& gate_up, const Tensor& product) {
+// tokens: nullopt if x has the rows of all slots. gate_up: (rows, 2 intermediate), or empty if it is not
+// kept.
+void gate_up(const Tensor& x, const std::optional<Tensor>& tokens, const Tensor& ends,
+             const Tensor& gate_up_proj, const std::optional<Tensor>& bias, const std::string& activation,
+             bool is_interleaved, double alpha, std::optional<double> limit, const Tensor& gate_up,
+             const Tensor& product) {
   const OpGuard guard("experts_gate_up", x.get_device_index());
   require_dense("x", x);
   require_dense("gate_up_proj", gate_up_proj);
@@ -48,10 +51,13 @@ void gate_up(const Tensor& x, const Tensor& tokens, const Tensor& ends, const Te
   const Gate gate = gate_of(activation, alpha, limit);
   dispatch_half(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = is_interleaved   ? launch_gate_up<T, true, false>
-                        : gate.is_silu() ? launch_gate_up<T, false, true>
-                                         : launch_gate_up<T, false, false>;
-    launch(x, tokens, ends, gate_up_proj, bias, gate, gate_up, product);
+    dispatch_gathers(tokens, [&](auto gathers) {
+      constexpr bool kGathers = gathers.value;
+      const auto launch = is_interleaved   ? launch_gate_up<T, true, false, kGathers>
+                          : gate.is_silu() ? launch_gate_up<T, false, true, kGathers>
+                                           : launch_gate_up<T, false, false, kGathers>;
+      launch(x, tokens, ends, gate_up_proj, bias, gate, gate_up, product);
+    });
   });
 }
 
@@ -106,7 +112,7 @@ void sum(const Tensor& rows, const Tensor& inverse, const Tensor& out) {
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   // True if the kernels run on the device of x and LIGER_WGMMA does not forbid it.
   m.def("takes_experts(Tensor x) -> bool");
-  m.def("experts_gate_up(Tensor x, Tensor tokens, Tensor ends, Tensor gate_up_proj, Tensor? bias, str activation, bool is_interleaved, float alpha, float? limit, Tensor(a!) gate_up, Tensor(b!) product) -> ()");
+  m.def("experts_gate_up(Tensor x, Tensor? tokens, Tensor ends, Tensor gate_up_proj, Tensor? bias, str activation, bool is_interleaved, float alpha, float? limit, Tensor(a!) gate_up, Tensor(b!) product) -> ()");
   m.def("experts_rows(Tensor rows, Tensor ends, Tensor matrices, bool k_first, Tensor? bias, Tensor? weights, Tensor(a!) out) -> ()");
   m.def("experts_sum(Tensor rows, Tensor inverse, Tensor(a!) out) -> ()");
 }

@@ -40,13 +40,14 @@ __device__ __forceinline__ void start_with_bias(sm90::Sums<kColumns> (&sums)[kHa
 
 // An Epilogue defines:
 //   using Element                        the type of the operands, __nv_bfloat16 or __half
-//   static constexpr bool kGather        A is gathered; then GatheredRows<Element> a is a member, and
-//   static constexpr int kSharing        the warps that fill a stage together: with fewer of them more stages
-//                                        are filled at a time, and a stage costs fewer instructions, but
-//                                        takes longer
+//   static constexpr bool kGather        A is gathered, else loaded by TMA
+//   GatheredRows<Element> a              with kGather or kWeights
+//   static constexpr int kSharing        then: the warps that fill a stage together; with fewer of them more
+//                                        stages are filled at a time, and a stage costs fewer instructions,
+//                                        but takes longer
 //   static constexpr bool kBMn           B is MN-major
-//   static constexpr bool kWeights       gradients of matrices: gathered A, MN-major operands; B is
-//                                        (rows, int columns), contiguous, and `b` points to it
+//   static constexpr bool kWeights       gradients of matrices: MN-major operands; B is (rows, int columns),
+//                                        contiguous, and `b` points to it
 //   Groups groups
 //   static constexpr int kStagingBytes   shared memory of a warp: staging is its address
 //   void start(Sums<kColumns> (&sums)[kHalves], ExpertTile, int row, int lane, uint32_t staging) const
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared_memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
-  constexpr bool kWeights = Epilogue::kWeights;
+  constexpr bool kWeights = Epilogue::kWeights, kCopies = Epilogue::kGather || kWeights;
   __shared__ int first_units[kWeights ? 1 : kMaxExperts + 1];
   unsigned char* const ring_memory = sm90::aligned_ring(shared_memory);
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     if constexpr (!Epilogue::kGather) sm90::prefetch_map(&maps.a);
     sm90::prefetch_map(&maps.b);
     int copying = 0;
-    if constexpr (Epilogue::kGather) copying = 32 * Epilogue::kSharing;
+    if constexpr (kCopies) copying = 32 * Epilogue::kSharing;
     for (int i = 0; i < kStages; ++i) {
       // Gathered rows: each lane of the producer's warps signals its own copies.
       sm90::barrier_init(&full[i], copying + 1);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
       const auto multiply = [&](auto halves) __attribute__((always_inline)) {
         for (int i = 0; i < k_blocks; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          if constexpr (Epilogue::kGather) async_fence();
+          if constexpr (kCopies) async_fence();
           sm90::issue_k_block<IssueOf<Epilogue>, GroupedStage, false, halves.value>(
               sums, none, descriptor_a, descriptor_b, ring.stage, true);
           sm90::wgmma_wait<1>();

@@ -36,6 +36,12 @@ void dispatch_half(ScalarType dtype, const Body& body) {
   dtype == ScalarType::Half ? body(TypeTag<__half>{}) : body(TypeTag<__nv_bfloat16>{});
 }
 
+// Calls body(std::bool_constant<whether there are indices>{}).
+template <typename Body>
+void dispatch_gathers(const std::optional<Tensor>& indices, const Body& body) {
+  indices ? body(std::true_type{}) : body(std::false_type{});
+}
+
 template <typename T>
 T* data_of(const Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.mutable_data_ptr());
@@ -53,11 +59,12 @@ inline CUtensorMap map_of(const Tensor& matrices, int box_rows) {
                     {kBox, box_rows, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// indices: nullopt for rows that are gathered already.
 template <typename T>
-GatheredRows<T> gathered(const Tensor& rows, const Tensor& indices) {
+GatheredRows<T> gathered(const Tensor& rows, const std::optional<Tensor>& indices) {
   return {static_cast<const T*>(rows.const_data_ptr()),
           static_cast<int>(rows.size(1)),
-          {indices.const_data_ptr(), indices.scalar_type() == ScalarType::Long}};
+          {data_of<void>(indices), indices && indices->scalar_type() == ScalarType::Long}};
 }
 
 inline Groups groups_of(const Tensor& ends, int64_t column_tiles, int64_t depth, int column_step = kColumns,

@@ -95,12 +95,15 @@ __device__ __forceinline__ void load_stage(const GroupedMaps& maps, const Groups
                                            const ExpertTile& tile, int k, int rank, unsigned char* stage,
                                            uint64_t* arrived) {
   constexpr int kBytesA = kRows * kTileK * 2;
-  const int boxes_a = Epilogue::kGather ? 0 : tile.rows > kBox ? kHalves : 1;
+  constexpr bool kWeights = Epilogue::kWeights;
+  const int boxes_a = Epilogue::kGather ? 0 : kWeights || tile.rows > kBox ? kHalves : 1;
   mbarrier_arrive_expect(arrived, kStageBytes - kBytesA + boxes_a * kBoxBytes);
   if constexpr (!Epilogue::kGather) {
-    for (int box = 0; box < boxes_a; ++box)
-      sm90::load_box(stage + box * kBoxBytes, &maps.a, {k, tile.first_row + box * kBox, 0}, arrived,
-                     CacheHint::kNormal);
+    for (int box = 0; box < boxes_a; ++box) {
+      const Corner at = kWeights ? Corner{tile.row_tile * kRows + box * kBox, k, 0}
+                                 : Corner{k, tile.first_row + box * kBox, 0};
+      sm90::load_box(stage + box * kBoxBytes, &maps.a, at, arrived, CacheHint::kNormal);
+    }
   }
   unsigned char* const b = stage + kBytesA;
   if (tile.paired) return load_half_b<Epilogue>(maps, groups, tile, k, rank, b, arrived, true);
@@ -221,8 +224,9 @@ __device__ __forceinline__ void gather_rows(const GroupedMaps& maps, const Epilo
   }
 }
 
-// The same of an MN-major A, gathered along the summed dimension. Rows of other experts in the last k-block
-// of an expert may be infinite or NaN, so there B is copied as well, with zeros.
+// The same of an MN-major A, gathered along the summed dimension; without kGather only the last k-block of an
+// expert is copied. Rows of other experts in that k-block may be infinite or NaN, so there B is copied as
+// well, with zeros.
 template <class Epilogue>
 __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epilogue& epilogue, int units,
                                               int cluster, int clusters, int rank, unsigned char* ring_memory,
@@ -240,11 +244,14 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
     const int k_blocks = ceil_div(tile.rows, kTileK);
     const auto* const source = reinterpret_cast<const unsigned char*>(a.rows + column);
     HeldIndices<kCopies> rows, next;
-    if (own.block < k_blocks) next.load(a.indices, tile.first_row + own.block * kTileK + row, end, vector);
+    if (Epilogue::kGather && own.block < k_blocks)
+      next.load(a.indices, tile.first_row + own.block * kTileK + row, end, vector);
     for (; own.block < k_blocks; own.next()) {
       const int k = tile.first_row + own.block * kTileK;
-      rows = next;
-      next.load(a.indices, k + own.kStep * kTileK + row, end, vector);
+      if constexpr (Epilogue::kGather) {
+        rows = next;
+        next.load(a.indices, k + own.kStep * kTileK + row, end, vector);
+      }
       mbarrier_wait(&empty[own.stage], own.phase ^ 1);
       const bool whole = k + kTileK <= end;
       if (own.issues(lane)) {
@@ -257,13 +264,15 @@ __device__ __forceinline__ void gather_summed(const GroupedMaps& maps, const Epi
       }
       __syncwarp();
       const int left = end - k - row;
+      if (Epilogue::kGather || !whole) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const auto* const from = a.at(source, rows.of(i));
+        for (int i = 0; i < kCopies; ++i) {
+          const auto* const from = a.at(source, Epilogue::kGather ? rows.of(i) : k + row + i * kGatherRows);
 #pragma unroll
-        for (int box = 0; box < kHalves; ++box)
-          copy_or_zero(to.at(own.stage, i) + box * kBoxBytes, from + box * kBox * kElementBytes,
-                       i * kGatherRows < left && column + box * kBox < a.columns);
+          for (int box = 0; box < kHalves; ++box)
+            copy_or_zero(to.at(own.stage, i) + box * kBoxBytes, from + box * kBox * kElementBytes,
+                         i * kGatherRows < left && column + box * kBox < a.columns);
+        }
       }
       if (!whole) {
         const int b_column = tile.column_tile * kColumns + vector * 8;

@@ -2,6 +2,7 @@
 """grouped_experts on the grouped GEMMs of compute capability 9.0: on a GPU, and on the CPU with their ops in
 plain torch, which have the schemas of csrc/experts/sm90. Which calls they serve, and what these save."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,12 @@ FORMS = {"silu": {}, "gelu_tanh": {"activation": "gelu_tanh"}, "clamped": {"limi
 # partial tiles of columns and of the summed dimension, one token.
 SIZES = [(700, 3, 5, 136, 104), (90, 2, 64, 64, 200), (1, 1, 1, 8, 8), (300, 4, 128, 264, 192)]
 HALVES = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(params=[math.inf, 0], ids=["gathering", "gathered"])
+def gather_first(request, monkeypatch):
+    """Kernels that gather rows, and kernels that load gathered ones."""
+    monkeypatch.setattr(kernels, "GATHER_FIRST", request.param)
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def check_form(device, form, sizes, dtype, routing="distinct", **options):
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "sentinels alone"])
-def test_routings(sm90, used, routing, dtype, recompute):
+def test_routings(sm90, used, gather_first, routing, dtype, recompute):
     check_form(sm90, "silu", SIZES[0], dtype, routing, recompute=recompute)
 
 
@@ -75,12 +82,12 @@ def test_routings(sm90, used, routing, dtype, recompute):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(sm90, used, form, sizes, dtype):
+def test_forms(sm90, used, gather_first, form, sizes, dtype):
     check_form(sm90, form, sizes, dtype)
 
 
 @pytest.mark.gpu
-def test_the_same_bits(sm90, used):
+def test_the_same_bits(sm90, used, gather_first):
     inputs = [t.requires_grad_() for t in make(sm90, torch.bfloat16, *SIZES[0])]
     index = distinct(*SIZES[0][:3]).to(sm90)
 
@@ -117,7 +124,7 @@ def test_an_invalid_variable(sm90, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_infinite_gradients(sm90, used, form):
+def test_infinite_gradients(sm90, used, gather_first, form):
     """No element is negative, so the sums are infinite, not NaN."""
     options = FORMS[form]
     transposed = options.get("is_transposed", False)
@@ -141,10 +148,14 @@ def groups(ends):
     return list(enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)))
 
 
+def rows_between(source, tokens, begin, end):
+    return source[begin:end] if tokens is None else source[tokens[begin:end]]
+
+
 def gate_up(x, tokens, ends, weight, bias, activation, is_interleaved, alpha, limit, kept, product):
     for e, (begin, end) in groups(ends):
         matrix = weight[e] if is_interleaved else weight[e].t()
-        both = x[tokens[begin:end]].float() @ matrix.float()
+        both = rows_between(x, tokens, begin, end).float() @ matrix.float()
         both = both if bias is None else both + bias[e]
         if len(kept):
             kept[begin:end] = both
@@ -170,7 +181,7 @@ def grad_product(
     sums.zero_()
     for e, (begin, end) in groups(ends):
         matrix = down[e].t() if is_interleaved else down[e]
-        grad = grad_y[tokens[begin:end]].float() @ matrix.float()
+        grad = rows_between(grad_y, tokens, begin, end).float() @ matrix.float()
         wide, weight = both[begin:end].float(), weights.view(-1, 1)[begin:end]
         value = gated(wide, activation, is_interleaved, alpha, limit)
         product[begin:end] = weight * value
@@ -181,7 +192,7 @@ def grad_product(
 
 def grad_matrix(a, tokens, b, ends, is_transposed, out):
     for e, (begin, end) in groups(ends):
-        result = a[tokens[begin:end]].float().t() @ b[begin:end].float()
+        result = rows_between(a, tokens, begin, end).float().t() @ b[begin:end].float()
         out[e] = result.t() if is_transposed else result
 
 
@@ -215,7 +226,7 @@ def in_torch(monkeypatch):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("routing", ["distinct", "sentinels", "one expert"])
-def test_calls(in_torch, used, routing, form, dtype, recompute):
+def test_calls(in_torch, used, gather_first, routing, form, dtype, recompute):
     check_form(torch.device("cpu"), form, (13, 3, 5, 16, 24), dtype, routing, recompute=recompute)
 
 
@@ -276,9 +287,10 @@ def test_programs_decide_in_each_call(in_torch, served, monkeypatch, program, ma
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_memory(in_torch, used, monkeypatch, recompute):
+def test_memory(in_torch, used, gather_first, monkeypatch, recompute):
     """Saved: what the default path saves. The backward adds as many bytes as results, the larger ones of
-    product and rows of the gradient of x, and small ones per slot."""
+    product and rows of the gradient of x, and small ones per slot; also rows of grad_y that are gathered
+    first."""
     tokens, _, _, hidden, intermediate = sizes = 1500, 2, 3, 64, 256
     inputs = [t.requires_grad_() for t in make("cpu", torch.bfloat16, *sizes)]
     index, upstream = distinct(*sizes[:3]), torch.randn(tokens, hidden, dtype=torch.bfloat16)
@@ -295,7 +307,8 @@ def test_memory(in_torch, used, monkeypatch, recompute):
     with LiveBytes(*inputs, index, upstream) as live:
         grads = torch.autograd.grad(y, inputs, upstream)
     of_results = sum(t.nbytes for t in grads)
-    assert live.peak <= of_results + gate_up + rows * max(intermediate, hidden) * size + 100 * rows
+    others = max(intermediate, hidden) + (hidden if kernels.GATHER_FIRST == 0 else 0)
+    assert live.peak <= of_results + gate_up + rows * others * size + 100 * rows
     monkeypatch.setattr(kernels, "unsupported", lambda a: "the default path is compared")
     assert saved_bytes(call, *inputs, index) == kept
 

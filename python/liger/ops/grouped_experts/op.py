@@ -63,7 +63,7 @@ def grouped_experts_forward_kernel(a):
     index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
     if sm90.unsupported(a) is None:
         routing = Routing(index, experts, weights)
-        product, kept = sm90.gate_up(sm90.aligned(flat), routing, a, keep)
+        product, kept = sm90.gate_up(sm90.source(sm90.aligned(flat), routing, a), routing, a, keep)
         out = sm90.rows(product, routing, down_proj, is_transposed, down_proj_bias, routing.weights)
         return without_base(sm90.sum_choices(out, routing).view(x.shape)), kept
     routing = Routing(index, experts)
@@ -183,13 +183,14 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
         grad_down_bias = sum_groups(routing.rows(grad_y), routing.ends, row_weights[:, 0])
     if any(a.needs_grad[:-1]):
         if gate_up.shape[0] == 0:
-            gate_up = sm90.gate_up(x, routing, a, True)[1]
-        product, sums = sm90.grad_product_(grad_y, routing, a, row_weights, gate_up)
+            gate_up = sm90.gate_up(sm90.source(x, routing, a), routing, a, True)[1]
+        grads = sm90.source(grad_y, routing, a)
+        product, sums = sm90.grad_product_(grads, routing, a, row_weights, gate_up)
         if need_weights:
             grad_weights = grad_of_routing(routing, grad_y, sums, a.down_proj_bias, a.top_k_weights)
         if need_down:
-            grad_down = sm90.grad_matrix(grad_y, product, routing, a.is_transposed)
-        del product
+            grad_down = sm90.grad_matrix(grads, product, routing, a.is_transposed)
+        del product, grads
     if need_gate_up_bias:
         grad_gate_up_bias = sum_groups(gate_up, routing.ends)
     if need_x:
@@ -197,7 +198,8 @@ def _gradients_sm90(gate_up, a, routing, x, grad_y, row_weights):
         grad_x = sm90.sum_choices(grad_rows, routing).view(a.x.shape)
         del grad_rows
     if need_gate_up:
-        grad_gate_up = sm90.grad_matrix(x, gate_up, routing, not a.is_transposed)
+        rows = sm90.source(x, routing, a)
+        grad_gate_up = sm90.grad_matrix(rows, gate_up, routing, not a.is_transposed)
     return grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias
 
 

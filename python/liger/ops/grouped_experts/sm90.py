@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The grouped GEMMs of compute capability 9.0 (csrc/experts/sm90): they gather the rows of x and of the
-upstream gradient themselves, and their epilogues activate and multiply by the routing weight.
+upstream gradient themselves, or load rows that are gathered; their epilogues activate and multiply by the
+routing weight.
 
 docs/lab/experts_sm90.md has their times.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +19,9 @@ from .arguments import sizes_of
 # Rows are counted in int32, with tiles that reach beyond the last row.
 _MAX_SLOTS = 2**30
 _VECTOR = 8
+# The intermediate size from which rows are gathered before the GEMMs, which then load them by TMA and take
+# longer than the gather. Infinite until it has run on a GPU; the prediction is 2048.
+GATHER_FIRST = math.inf
 
 
 def unsupported(a):
@@ -68,15 +75,28 @@ def aligned(rows):
     return rows.clone() if rows.data_ptr() % 16 else rows
 
 
+class Source(NamedTuple):
+    """Rows of a GEMM: ``rows[tokens]``, or ``rows`` without tokens."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor | None
+
+
+def source(x, routing, a):
+    """The Source of the rows of all slots."""
+    if sizes_of(a.down_proj, a.is_transposed)[2] >= GATHER_FIRST:
+        return Source(routing.rows(x), None)
+    return Source(x, routing.tokens)
+
+
 def gate_up(x, routing, a, keep):
     """(product, gate and up): (S + 1, I), and (S + 1, 2I), or (0, 2I) unless ``keep``. The last row of gate
-    and up is zero."""
+    and up is zero. x: a Source."""
     slots, intermediate = len(routing.tokens), sizes_of(a.down_proj, a.is_transposed)[2]
-    product = x.new_empty(slots, intermediate)
-    kept = x.new_empty(slots if keep else 0, 2 * intermediate)
+    product = x.rows.new_empty(slots, intermediate)
+    kept = x.rows.new_empty(slots if keep else 0, 2 * intermediate)
     torch.ops.liger_sm90.experts_gate_up.default(
-        x,
-        routing.tokens,
+        *x,
         routing.ends,
         a.gate_up_proj,
         _dense(a.gate_up_proj_bias),
@@ -113,23 +133,21 @@ def sum_choices(inputs, routing):
 
 def grad_product_(grad_y, routing, a, weights, gate_up):
     """Overwrites gate and up with their gradients. Returns the product times the routing weight, (S + 1, I),
-    and the sums over I of product times gradient of the product, (S + 1,) float32."""
+    and the sums over I of product times gradient of the product, (S + 1,) float32. grad_y: a Source."""
     slots, columns = gate_up.shape
-    product = grad_y.new_empty(slots, columns // 2)
+    product = gate_up.new_empty(slots, columns // 2)
     tiles = -(-columns // (2 * ENGINE.expert_columns))
-    sums = torch.empty(tiles, slots, dtype=torch.float32, device=grad_y.device)
+    sums = torch.empty(tiles, slots, dtype=torch.float32, device=gate_up.device)
     torch.ops.liger_sm90.experts_grad_product.default(
-        grad_y, routing.tokens, routing.ends, a.down_proj, *_options(a), weights, gate_up, product, sums
+        *grad_y, routing.ends, a.down_proj, *_options(a), weights, gate_up, product, sums
     )
     return product, sums.sum(0)
 
 
-def grad_matrix(gathered, inputs, routing, is_transposed):
-    """(E, M, N): ``gathered[tokens][group].T @ inputs[group]`` for each expert, or with ``is_transposed`` the
-    transpose, (E, N, M); zero for an expert without rows."""
-    sizes = gathered.shape[1], inputs.shape[1]
+def grad_matrix(a, inputs, routing, is_transposed):
+    """(E, M, N): ``rows of a[group].T @ inputs[group]`` for each expert, or with ``is_transposed`` the
+    transpose, (E, N, M); zero for an expert without rows. a: a Source."""
+    sizes = a.rows.shape[1], inputs.shape[1]
     out = inputs.new_empty(len(routing.ends), *(reversed(sizes) if is_transposed else sizes))
-    torch.ops.liger_sm90.experts_grad_matrix.default(
-        gathered, routing.tokens, inputs, routing.ends, is_transposed, out
-    )
+    torch.ops.liger_sm90.experts_grad_matrix.default(*a, inputs, routing.ends, is_transposed, out)
     return out

@@ -13,7 +13,7 @@ extern thread_local unsigned char shared_memory[];
 namespace liger::experts {
 
 thread_local unsigned char
-    shared_memory[kGroupedSharedBytes<GradProductEpilogue<__nv_bfloat16, true, false, true>>];
+    shared_memory[kGroupedSharedBytes<GradProductEpilogue<__nv_bfloat16, true, false, true, true>>];
 
 namespace {
 
@@ -45,6 +45,15 @@ struct Matrix {
     return {reinterpret_cast<const uint16_t*>(data.data()), columns, rows, count, box_rows};
   }
 };
+
+// rows[indices]
+Matrix gathered(const Matrix& rows, const std::vector<int>& indices) {
+  Matrix result(static_cast<int64_t>(indices.size()), rows.columns);
+  for (size_t i = 0; i < indices.size(); ++i)
+    std::copy_n(rows.data.begin() + indices[i] * rows.columns, rows.columns,
+                result.data.begin() + static_cast<int64_t>(i) * rows.columns);
+  return result;
+}
 
 struct Routing {
   std::vector<int> ends;
@@ -82,13 +91,14 @@ void run_kernel(int clusters, const GroupedMaps& maps, const Epilogue& epilogue)
   run(clusters, [&] { grouped_gemm_kernel(maps, epilogue); });
 }
 
-template <bool kInterleaved, bool kIsSilu = false>
+template <bool kInterleaved, bool kIsSilu, bool kGathers>
 void test_gate_up(const Routing& routing, int clusters, const Gate& gate, bool keep) {
   const Matrix x(kTokens, kHidden), bias(routing.experts(), 2 * kIntermediate);
   const Matrix weight(kInterleaved ? kHidden : 2 * kIntermediate, kInterleaved ? 2 * kIntermediate : kHidden,
                       routing.experts());
   Matrix gate_up(routing.rows(), 2 * kIntermediate), product(routing.rows(), kIntermediate);
-  const GateUpEpilogue<T, kInterleaved, kInterleaved, kIsSilu> epilogue{
+  const Matrix rows = gathered(x, routing.tokens);
+  const GateUpEpilogue<T, kInterleaved, kInterleaved, kIsSilu, kGathers> epilogue{
       routing.groups(kIntermediate, kHalfColumns, kHidden, kInterleaved ? kColumns : kHalfColumns,
                      kInterleaved ? kHalfColumns : kIntermediate),
       {x.data.data(), kHidden, {routing.tokens.data(), false}},
@@ -97,8 +107,7 @@ void test_gate_up(const Routing& routing, int clusters, const Gate& gate, bool k
       keep ? gate_up.data.data() : nullptr,
       product.data.data(),
       kIntermediate};
-  const CUtensorMap b = weight.map(kInterleaved ? kHalfK : kHalfColumns);
-  run_kernel(clusters, {b, b}, epilogue);
+  run_kernel(clusters, {rows.map(kBox), weight.map(kInterleaved ? kHalfK : kHalfColumns)}, epilogue);
   for (int e = 0; e < routing.experts(); ++e) {
     for (int row = routing.begin(e); row < routing.end(e); ++row) {
       std::vector<double> sums(2 * kIntermediate);
@@ -141,7 +150,7 @@ void test_rows(const Routing& routing, int clusters, bool weighs) {
 
 // infinite: so are gradients of the product of every other token. All other factors are positive: sums are
 // infinite, not NaN.
-template <bool kInterleaved, bool kIsSilu = false>
+template <bool kInterleaved, bool kIsSilu, bool kGathers>
 void test_grad_product(const Routing& routing, int clusters, const Gate& gate, bool infinite = false) {
   constexpr int kWide = 2 * kIntermediate + 16;  // two tiles
   constexpr bool kBMn = !kInterleaved;
@@ -154,7 +163,8 @@ void test_grad_product(const Routing& routing, int clusters, const Gate& gate, b
   Matrix gate_up = before, product(routing.rows(), kWide);
   std::vector<float> weights, sums(static_cast<size_t>(2 * routing.rows()));
   for (int i = 0; i < routing.rows(); ++i) weights.push_back(static_cast<float>(random_bits() % 100) / 50);
-  const GradProductEpilogue<T, kBMn, kInterleaved, kIsSilu> epilogue{
+  const Matrix rows = gathered(grad_y, routing.tokens);
+  const GradProductEpilogue<T, kBMn, kInterleaved, kIsSilu, kGathers> epilogue{
       routing.groups(kWide, kColumns, kHidden),
       {grad_y.data.data(), kHidden, {routing.tokens.data(), false}},
       gate,
@@ -164,8 +174,7 @@ void test_grad_product(const Routing& routing, int clusters, const Gate& gate, b
       sums.data(),
       routing.rows(),
       kWide};
-  const CUtensorMap b = weight.map(kBMn ? kHalfK : kHalfColumns);
-  run_kernel(clusters, {b, b}, epilogue);
+  run_kernel(clusters, {rows.map(kBox), weight.map(kBMn ? kHalfK : kHalfColumns)}, epilogue);
   for (int e = 0; e < routing.experts(); ++e)
     for (int row = routing.begin(e); row < routing.end(e); ++row) {
       double total = 0, size = 0;
@@ -187,23 +196,23 @@ void test_grad_product(const Routing& routing, int clusters, const Gate& gate, b
     }
 }
 
-template <bool kTransposed, int kSharing>
+template <bool kTransposed, bool kGathers, int kSharing>
 void test_grad_matrix(const Routing& routing, int clusters) {
   constexpr int kWide = 2 * kIntermediate;
   const Matrix a(kTokens, kHidden);
   Matrix b(routing.rows(), kWide),
+      rows = gathered(a, routing.tokens),
       out(kTransposed ? kWide : kHidden, kTransposed ? kHidden : kWide, routing.experts());
   out.fill(0, kNan);
-  b.fill(routing.slots, kNan);  // rows of sentinels
+  b.fill(routing.slots, kNan), rows.fill(routing.slots, kNan);  // rows of sentinels
   const Routing& r = routing;
-  const GradMatrixEpilogue<T, kTransposed, kSharing> epilogue{
+  const GradMatrixEpilogue<T, kTransposed, kGathers, kSharing> epilogue{
       r.groups(kWide, kColumns, 0),
-      {a.data.data(), kHidden, {r.tokens.data(), false}},
+      {kGathers ? a.data.data() : rows.data.data(), kHidden, {r.tokens.data(), false}},
       b.data.data(),
       out.data.data(),
       kWide};
-  const CUtensorMap map = b.map(kHalfK);
-  run_kernel(clusters, {map, map}, epilogue);
+  run_kernel(clusters, {rows.map(kTileK), b.map(kHalfK)}, epilogue);
   for (int e = 0; e < r.experts(); ++e)
     for (int m = 0; m < kHidden; ++m)
       for (int n = 0; n < kWide; ++n) {
@@ -213,24 +222,32 @@ void test_grad_matrix(const Routing& routing, int clusters) {
       }
 }
 
-void test_all(const std::vector<int>& counts, int clusters) {
+template <bool kGathers>
+void test_both(const Routing& routing, int clusters) {
   const float none = std::numeric_limits<float>::infinity();
   const Gate silu{1, 0, 0, none}, gpt_oss{1.702f, 0, 1, 1.503f}, gelu{1.5957691f, 0.0713548f, 0, none};
+  test_gate_up<false, true, kGathers>(routing, clusters, silu, true);
+  test_gate_up<false, false, kGathers>(routing, clusters, gelu, false);
+  test_gate_up<true, false, kGathers>(routing, clusters, gpt_oss, true);
+  test_grad_product<false, true, kGathers>(routing, clusters, silu);
+  test_grad_product<false, false, kGathers>(routing, clusters, gelu);
+  test_grad_product<true, false, kGathers>(routing, clusters, gpt_oss);
+  test_grad_product<false, true, kGathers>(routing, clusters, silu, true);
+  test_grad_product<true, false, kGathers>(routing, clusters, gpt_oss, true);
+}
+
+void test_all(const std::vector<int>& counts, int clusters) {
   const Routing routing(counts);
-  test_gate_up<false, true>(routing, clusters, silu, true);
-  test_gate_up<false>(routing, clusters, gelu, false);
-  test_gate_up<true>(routing, clusters, gpt_oss, true);
+  test_both<true>(routing, clusters);
+  test_both<false>(routing, clusters);
   test_rows<false>(routing, clusters, true);
   test_rows<true>(routing, clusters, false);
-  test_grad_product<false, true>(routing, clusters, silu);
-  test_grad_product<false>(routing, clusters, gelu);
-  test_grad_product<true>(routing, clusters, gpt_oss);
-  test_grad_product<false, true>(routing, clusters, silu, true);
-  test_grad_product<true>(routing, clusters, gpt_oss, true);
-  test_grad_matrix<false, 2>(routing, clusters);
-  test_grad_matrix<true, 2>(routing, clusters);
-  test_grad_matrix<false, 4>(routing, clusters);
-  test_grad_matrix<true, 4>(routing, clusters);
+  test_grad_matrix<false, true, 2>(routing, clusters);
+  test_grad_matrix<true, true, 2>(routing, clusters);
+  test_grad_matrix<false, true, 4>(routing, clusters);
+  test_grad_matrix<true, true, 4>(routing, clusters);
+  test_grad_matrix<false, false, 1>(routing, clusters);
+  test_grad_matrix<true, false, 1>(routing, clusters);
 }
 
 }  // namespace
