@@ -9,18 +9,11 @@
 #include <torch/csrc/stable/library.h>
 
 #include "device/integers.h"
+#include "experts/host.h"
 #include "host/launch/dispatch.h"
-#include "host/torch.h"
 
 namespace liger::experts {
 namespace {
-
-constexpr const char* kOp = "grouped_experts";
-
-template <typename T>
-T* data_of(const Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
-}
 
 // counts: (chunks, E + 1), memory of the op. weights and row_weights: both or neither.
 void sort(const Tensor& top_k_index, const std::optional<Tensor>& weights, int64_t chunk,
@@ -48,9 +41,8 @@ void sort(const Tensor& top_k_index, const std::optional<Tensor>& weights, int64
   check_launch(kOp);
   dispatch_dtype(weights ? weights->scalar_type() : ScalarType::Float, [&](auto tag) {
     using W = typename decltype(tag)::type;
-    sort_slots<<<chunks, kRouteThreads, 0, stream>>>(
-        slots, weights ? static_cast<const W*>(weights->const_data_ptr()) : nullptr, data_of<int>(counts),
-        chunks, out);
+    sort_slots<<<chunks, kRouteThreads, 0, stream>>>(slots, data_of<W>(weights), data_of<int>(counts), chunks,
+                                                     out);
   });
   check_launch(kOp);
 }

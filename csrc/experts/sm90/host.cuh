@@ -9,6 +9,7 @@
 #include <string>
 
 #include "activation/activations.cuh"
+#include "experts/host.h"
 #include "experts/sm90/epilogues.cuh"
 #include "host/launch/dispatch.h"
 #include "lm_head/sm90/gemm/launch.cuh"
@@ -18,7 +19,7 @@ namespace liger::lm_head {
 template <class Epilogue>
   requires requires { Epilogue::kGather; }
 struct GemmOf<Epilogue> {
-  static constexpr const char* kOp = "grouped_experts";
+  static constexpr const char* kOp = experts::kOp;
   static constexpr auto kKernel = experts::grouped_gemm_kernel<Epilogue>;
   static constexpr int kSharedBytes = experts::kGroupedSharedBytes<Epilogue>;
   using Maps = experts::GroupedMaps;
@@ -27,8 +28,6 @@ struct GemmOf<Epilogue> {
 }  // namespace liger::lm_head
 
 namespace liger::experts {
-
-inline constexpr const char* kOp = "grouped_experts";
 
 // Calls body(TypeTag<__half | __nv_bfloat16>{}).
 template <typename Body>
@@ -40,15 +39,6 @@ void dispatch_half(ScalarType dtype, const Body& body) {
 template <typename Body>
 void dispatch_gathers(const std::optional<Tensor>& indices, const Body& body) {
   indices ? body(std::true_type{}) : body(std::false_type{});
-}
-
-template <typename T>
-T* data_of(const Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.mutable_data_ptr());
-}
-template <typename T>
-const T* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
 // A matrix per expert, (experts, rows, columns), or one matrix; in boxes of box_rows x kBox.
