@@ -5,13 +5,16 @@
     PYTHONPATH=benchmarks python -m liger_bench.expert_kernels --json r.json
 
 Errors: norms relative to float64, for skewed routings, vs. the errors of the default path.
-Times: each kernel alone, in TFLOP/s, and forward and backward of the op, in turns with the default path, for
-the shapes of ops/experts.py. The run takes a few minutes. A call of the op whose error is too large ends the
-run with status 1.
+Times: each kernel alone, in TFLOP/s, in turns with the grouped GEMM of QuACK for the same product if QuACK is
+installed, and forward and backward of the op, in turns with the default path, for the shapes of
+ops/experts.py. The run takes a few minutes. A call of the op whose error is too large ends the run with
+status 1.
 """
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -29,6 +32,7 @@ from liger.ops.grouped_experts.routing import Routing
 
 from .environment import environment
 from .harness import Options
+from .measure import PROVIDER_ERRORS
 from .ops.experts import GPT_OSS, SHAPES, _inputs, _ours
 
 NAMES = ("y", "grad_x", "grad_weights", "grad_gate_up_proj", "grad_down_proj")
@@ -207,6 +211,68 @@ def kernel_works(shape, inputs):
     }  # fmt: skip
 
 
+QUACK = ", quack"
+
+
+def quack_works(shape, inputs):
+    """{kernel, quack: (call, FLOPs)}: QuACK's grouped GEMMs with gathers and epilogues, without autotuning.
+    Empty for gpt-oss, whose clamps QuACK lacks, and without QuACK."""
+    if shape.is_gpt_oss or importlib.util.find_spec("quack") is None:
+        return {}
+    interface = importlib.import_module("quack.gemm_interface")
+    t, slots = inputs, inputs["index"].numel()
+    hidden, inner, experts = shape.hidden, shape.intermediate, shape.experts
+    routing = Routing(t["index"], experts, t["weights"])
+    tokens = routing.tokens[:slots].int()
+    ends = torch.cat((routing.ends.new_zeros(1), routing.ends)).int()
+    first = t["gate_up_proj"].unflatten(1, (2, inner)).transpose(1, 2).flatten(1, 2).contiguous()
+    down, x, grad_y = t["down_proj"], t["x"], t["grad_y"]
+    gate_up, rows = x.new_empty(slots, 2 * inner), x.new_empty(slots, hidden)
+    product, grad_gate_up, weighted = (
+        x.new_empty(slots, inner),
+        torch.empty_like(gate_up),
+        x.new_empty(slots, inner),
+    )
+    weights = routing.weights[:slots, 0].contiguous()
+    of_first, of_down = x.new_empty(experts, hidden, 2 * inner), torch.empty_like(down)
+    gather = {"A_idx": tokens, "tuned": False}
+    gemm = 2 * slots * hidden * inner
+    works = {
+        "gate_up": (
+            lambda: interface.gemm_gated_out(x, first.mT, gate_up, product, cu_seqlens_m=ends, **gather), 2 * gemm
+        ),
+        "down": (lambda: interface.gemm(product, down.mT, out=rows, cu_seqlens_m=ends, tuned=False), gemm),
+        "grad_product": (
+            lambda: interface.gemm_dgated_out(
+                grad_y, down, gate_up, grad_gate_up, weighted, colvec_scale=weights, colvec_reduce=True,
+                cu_seqlens_m=ends, **gather,
+            ),
+            gemm,
+        ),
+        "grad_x": (
+            lambda: interface.gemm(grad_gate_up, first, out=rows, cu_seqlens_m=ends, tuned=False), 2 * gemm
+        ),
+        "grad_down": (lambda: interface.gemm(grad_y.mT, weighted, out=of_down, cu_seqlens_k=ends, **gather), gemm),
+        "grad_gate_up": (
+            lambda: interface.gemm(x.mT, grad_gate_up, out=of_first, cu_seqlens_k=ends, **gather), 2 * gemm
+        ),
+    }  # fmt: skip
+    return {name + QUACK: work for name, work in works.items()}
+
+
+def working(works):
+    """The works whose first call raises no error; the errors of others are printed."""
+    kept = {}
+    for name, (work, flops) in works.items():
+        try:
+            work()
+        except PROVIDER_ERRORS as error:
+            print(f"{name}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+        else:
+            kept[name] = work, flops
+    return kept
+
+
 def op_works(shape, inputs):
     names = ("x", "weights", *shape.parameters)
     leaves = inputs | {name: inputs[name].detach().requires_grad_() for name in names}
@@ -246,7 +312,7 @@ def dense_work(shape, slots, inputs):
 
 def measure(shape, tokens, options, rounds=5, iterations=5):
     inputs = _inputs(options, shape, tokens)()
-    works = kernel_works(shape, inputs)
+    works = kernel_works(shape, inputs) | working(quack_works(shape, inputs))
     kernels = milliseconds({name: work for name, (work, _) in works.items()}, rounds, iterations)
     ops = op_works(shape, inputs)
     ops["step, dense GEMMs"] = dense_work(shape, inputs["index"].numel(), inputs)
@@ -262,7 +328,7 @@ def measure(shape, tokens, options, rounds=5, iterations=5):
 def text_of(record):
     lines = [f"{record['shape']}, {record['tokens']} tokens"]
     for name, found in record["kernels"].items():
-        lines.append(f"  {name:14} {found['ms']:8.3f} ms {found['tflops']:7.0f} TFLOP/s")
+        lines.append(f"  {name:20} {found['ms']:8.3f} ms {found['tflops']:7.0f} TFLOP/s")
     return "\n".join([*lines, *(f"  {name:20} {ms:8.3f} ms" for name, ms in record["op ms"].items())])
 
 
