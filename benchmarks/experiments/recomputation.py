@@ -13,8 +13,11 @@ from . import pictures, tables, training
 from .cells import Cell, Experiment, expected_seconds, packages
 from .results import GIB
 
-PLAN, OFFLOAD, RELEASE = "liger, plan", "liger, plan, offload", "liger, plan, offload, released gradients"
-METHODS = ("transformers", "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE)
+PLAN = "liger, plan"
+OFFLOAD, RELEASE = f"{PLAN}, offload", f"{PLAN}, offload, released gradients"
+TILED_OFFLOAD, TILED_RELEASE = (name.replace(PLAN, f"{PLAN}, tiled MLP") for name in (OFFLOAD, RELEASE))
+RELEASED = (RELEASE, TILED_RELEASE)
+METHODS = ("transformers", "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE, TILED_OFFLOAD, TILED_RELEASE)
 # Steps after which a plan is final; of steps that take a quarter of a minute the fourth is close to it.
 WARM_UP, LONG_WARM_UP, LONG = 7, 4, 2**17
 # A memory that no plan of a tiny model reaches.
@@ -23,12 +26,11 @@ TINY_MEMORY = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """A batch, and the GiB that the plans have: on the device alone, with offload, and with released
-    gradients too."""
+    """A batch, and the GiB that plans have."""
 
     batch: int
     sequence: int
-    memories: tuple[float | None, float | None, float | None]
+    memories: dict[str, float]
 
     @property
     def tokens(self):
@@ -36,15 +38,19 @@ class Row:
 
 
 ROWS = (
-    Row(4, 8192, (14.8, 12.0, 12.0)),
-    Row(1, 32768, (14.8, 12.0, 12.0)),
-    Row(32, 1024, (17.6, 12.0, None)),
-    Row(1, 131072, (37.0, 20.0, 17.5)),
-    Row(4, 65536, (None, 30.0, None)),
-    Row(512, 1024, (None, 51.0, None)),
+    Row(4, 8192, {PLAN: 14.8, OFFLOAD: 12.0, RELEASE: 12.0}),
+    Row(1, 32768, {PLAN: 14.8, OFFLOAD: 12.0, RELEASE: 12.0}),
+    Row(32, 1024, {PLAN: 17.6, OFFLOAD: 12.0}),
+    # Gate, up and their gradients of a whole layer are the peak of long sequences.
+    Row(1, 131072, {PLAN: 37.0, OFFLOAD: 20.0, TILED_RELEASE: 17.5}),
+    Row(4, 65536, {TILED_OFFLOAD: 30.0}),
+    Row(512, 1024, {OFFLOAD: 51.0}),
 )
 PICTURED = ("4x8192", "1x131072")
-TINY_ROWS = (Row(2, 16, (TINY_MEMORY,) * 3), Row(1, 32, (TINY_MEMORY, TINY_MEMORY, None)))
+TINY_ROWS = (
+    Row(2, 16, dict.fromkeys((PLAN, OFFLOAD, RELEASE), TINY_MEMORY)),
+    Row(1, 32, dict.fromkeys((PLAN, OFFLOAD, TILED_RELEASE), TINY_MEMORY)),
+)
 
 
 def _warm_up(tokens):
@@ -54,23 +60,26 @@ def _warm_up(tokens):
 def cells(tiny):
     made = []
     for row in TINY_ROWS if tiny else ROWS:
-        memories = dict(zip((PLAN, OFFLOAD, RELEASE), row.memories, strict=True))
         made += [
             Cell(
                 method,
                 f"{row.batch}x{row.sequence}",
                 row.tokens,
-                {"batch": row.batch, "sequence": row.sequence, "memory": memories.get(method)},
+                {"batch": row.batch, "sequence": row.sequence, "memory": row.memories.get(method)},
                 packages(method),
                 # A batch that has no memory for one length may have it for another.
                 ladder=f"{method} {row.batch}x{row.sequence}",
                 seconds=240,
                 expected=expected_seconds(
-                    "1b", row.batch, row.sequence, method, _warm_up(row.tokens) if memories.get(method) else 2
+                    "1b",
+                    row.batch,
+                    row.sequence,
+                    method,
+                    _warm_up(row.tokens) if method in row.memories else 2,
                 ),
             )
             for method in METHODS
-            if memories.get(method, 0) is not None
+            if method in row.memories or not method.startswith(PLAN)
         ]
     return made
 
@@ -83,15 +92,21 @@ def contestant(cell, machine):
         return training.contestant(cell.method, machine)
     tokens = cell.settings["batch"] * cell.settings["sequence"]
     return Contestant(
-        functools.partial(_planned, memory=int(cell.settings["memory"] * GIB), offload=cell.method != PLAN),
+        functools.partial(
+            _planned,
+            memory=int(cell.settings["memory"] * GIB),
+            offload=cell.method != PLAN,
+            tiled=cell.method in (TILED_OFFLOAD, TILED_RELEASE),
+        ),
         training.context(machine),
         warm_up=_warm_up(tokens),
-        optimizer=in_backward(adamw) if cell.method == RELEASE else adamw,
+        optimizer=in_backward(adamw) if cell.method in RELEASED else adamw,
     )
 
 
-def _planned(model, memory, offload):
-    return liger.transformers.checkpoint(liger.patch(model, recompute=True), memory, offload=offload)
+def _planned(model, memory, offload, tiled):
+    patched = liger.patch(model, recompute=True, tiled_mlp=tiled)
+    return liger.transformers.checkpoint(patched, memory, offload=offload)
 
 
 def measure(cell, machine):

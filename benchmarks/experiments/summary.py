@@ -5,7 +5,7 @@ from liger_bench.environment import CHECKOUT
 from liger_bench.reports.verdict import time_of
 
 from . import ops, results, tables
-from .recomputation import RELEASE
+from .recomputation import RELEASED
 from .results import GIB
 
 README = CHECKOUT / "README.md"
@@ -47,7 +47,9 @@ def steps(folder, count=None):
     for what, name, size in STEPS:
         result = results.load(folder / f"{name}.json", name, False)
         cells = {c["method"]: c for c in results.cells_of(result, size=size)}
-        ours = [c for m, c in cells.items() if tables.is_ours(m) and c["status"] == "ok" and m != RELEASE]
+        ours = [
+            c for m, c in cells.items() if tables.is_ours(m) and c["status"] == "ok" and m not in RELEASED
+        ]
         if ours:
             least = AS_FAST * max(c["tokens_per_second"] for c in ours)
             best = min((c for c in ours if c["tokens_per_second"] >= least), key=lambda c: c["peak_bytes"])

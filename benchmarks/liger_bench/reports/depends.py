@@ -133,7 +133,7 @@ EXPERIMENTS = {
         (),
         {"head": VOCABULARY, "FSDP2": _LLAMA, "one sequence": (*_LLAMA, *_TILED)},
     ),
-    "E16": (CELLS, _LLAMA, {"plan": _PLANNED}),
+    "E16": (CELLS, _LLAMA, {"plan": _PLANNED, "tiled": _TILED}),
     "E18": (CELLS, _LLAMA, {}),
 }
 # Methods are ways to shard our MLPs.
