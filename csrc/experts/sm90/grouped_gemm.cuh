@@ -13,8 +13,8 @@
 //   copies, also of later stages.
 // - A tile with up to 64 rows issues the wgmmas of its first half alone.
 //
-// Gradients of matrices (kWeights) sum over the rows of an expert: A and B are MN-major, A is gathered along
-// the summed dimension, and the number of k-blocks differs between experts.
+// Gradients of matrices (kWeights) sum over the rows of an expert: A and B are MN-major, kGather gathers
+// along the summed dimension, and the number of k-blocks differs between experts.
 #pragma once
 
 #include "experts/sm90/loads.cuh"
