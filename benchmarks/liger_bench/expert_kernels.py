@@ -228,11 +228,8 @@ def quack_works(shape, inputs):
     first = t["gate_up_proj"].unflatten(1, (2, inner)).transpose(1, 2).flatten(1, 2).contiguous()
     down, x, grad_y = t["down_proj"], t["x"], t["grad_y"]
     gate_up, rows = x.new_empty(slots, 2 * inner), x.new_empty(slots, hidden)
-    product, grad_gate_up, weighted = (
-        x.new_empty(slots, inner),
-        torch.empty_like(gate_up),
-        x.new_empty(slots, inner),
-    )
+    product, grad_gate_up = x.new_empty(slots, inner), torch.empty_like(gate_up)
+    weighted = torch.empty_like(product)
     weights = routing.weights[:slots, 0].contiguous()
     of_first, of_down = x.new_empty(experts, hidden, 2 * inner), torch.empty_like(down)
     gather = {"A_idx": tokens, "tuned": False}

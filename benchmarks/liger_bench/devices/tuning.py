@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .processes import end_with_parent
+
 _BENCHMARKS = Path(__file__).parents[2]
 
 
@@ -38,7 +40,9 @@ def compile_in_parallel(module, function, count=None):
     paths = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     running = [
-        subprocess.Popen([*command, str(i), str(count), module, function], env=variables)
+        subprocess.Popen(
+            [*command, str(i), str(count), module, function], env=variables, preexec_fn=end_with_parent
+        )
         for i in range(count)
     ]
     codes = [process.wait() for process in running]

@@ -69,7 +69,7 @@ QWEN3_MOE = replace(
     },
 )  # fmt: skip
 MIXTRAL = replace(
-    QWEN3_MOE,
+    FULL,
     name="Mixtral-8x7B, 2 layers",
     family="mixtral",
     config={
@@ -80,7 +80,7 @@ MIXTRAL = replace(
 )  # fmt: skip
 # Its attention has sinks, which SDPA lacks.
 GPT_OSS = replace(
-    QWEN3_MOE,
+    FULL,
     name="gpt-oss-20b, 4 layers",
     family="gpt_oss",
     attention="eager",

@@ -422,8 +422,7 @@ def test_adapters_of_frozen_weights(device, form, dtype, rank):
     def ours(x, weights, *factors):
         adapters = [pair and adapters_of(*pair, 0.75, x.dtype) for pair in pairs(factors)]
         readers = [lambda weight: weight] * 2
-        experts = parameters[0].shape[0]
-        return adapted_experts(x, index, weights, parameters, adapters, gate, is_transposed, experts, readers)
+        return adapted_experts(x, index, weights, parameters, adapters, gate, is_transposed, readers)
 
     def theirs(x, weights, *factors):
         frozen = [p.to(x.dtype) for p in parameters]

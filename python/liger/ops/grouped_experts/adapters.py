@@ -55,11 +55,13 @@ def _through(grads, weight, factors, ends):
 class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, index, weights, weight, down, bias, down_bias, *factors):
-        gate, is_transposed, experts, (read, read_down) = options
+        gate, is_transposed, (read, read_down) = options
         flat = x.reshape(-1, x.shape[-1])
-        routing = Routing(index.reshape(-1, index.shape[-1]), experts)
+        matrices = matrices_of(read(weight), is_transposed)
+        routing = Routing(index.reshape(-1, index.shape[-1]), len(matrices))
         rows = routing.rows(flat)
-        gate_up = multiply_groups(rows, matrices_of(read(weight), is_transposed), routing.ends)
+        gate_up = multiply_groups(rows, matrices, routing.ends)
+        del matrices
         low = _add(gate_up, rows, factors[:2], routing.ends)
         del rows
         routing.add_bias_(gate_up, bias)
@@ -80,15 +82,17 @@ class _AdaptedExperts(torch.autograd.Function):
             return (None,) * 12
         x, index, weights, weight, down, down_bias, *rest = ctx.saved_tensors
         *factors, gate_up, low, low_down = rest
-        gate, is_transposed, experts, (read, read_down) = ctx.options
+        gate, is_transposed, (read, read_down) = ctx.options
         need_x, _, need_weights = ctx.needs_input_grad[1:4]
         hidden = x.shape[-1]
-        routing = Routing(index.reshape(-1, index.shape[-1]), experts, weights.reshape(-1, weights.shape[-1]))
+        matrices = matrices_of(read_down(down), is_transposed)
+        routing = Routing(
+            index.reshape(-1, index.shape[-1]), len(matrices), weights.reshape(-1, weights.shape[-1])
+        )
         row_weights, ends = routing.weights, routing.ends
         grad_flat = grad_y.reshape(-1, hidden)
         grad_rows, gate_up = routing.rows(grad_flat), gate_up.clone()
         # Without the routing weight, whose gradient needs it so.
-        matrices = matrices_of(read_down(down), is_transposed)
         grad_product, up_down = _through(grad_rows, matrices, factors[2:], ends)
         del matrices
         kernels = gate.kernels(gate_up)
@@ -122,9 +126,7 @@ class _AdaptedExperts(torch.autograd.Function):
         return None, grad_x, None, grad_weights, None, None, None, None, *grads
 
 
-def adapted_experts(
-    x, top_k_index, top_k_weights, parameters, adapters, gate, is_transposed, experts, readers
-):
+def adapted_experts(x, top_k_index, top_k_weights, parameters, adapters, gate, is_transposed, readers):
     """:func:`liger.grouped_experts` with frozen weights and adapters, in the dtype of x.
 
     Args:
@@ -132,10 +134,10 @@ def adapted_experts(
         parameters: gate_up_proj, down_proj, and their biases or None; they get no gradient.
         adapters: per weight the factors of :func:`adapter`, or None.
         gate: a :class:`.routing.Gate`.
-        experts: the number of experts.
         readers: per weight a function from the parameter to the weight of grouped_experts, which is not
             saved.
     """
-    options = gate, is_transposed, experts, readers
     factors = [factor for pair in adapters for factor in (pair or (None, None))]
-    return _AdaptedExperts.apply(options, x, top_k_index, top_k_weights, *parameters, *factors)
+    return _AdaptedExperts.apply(
+        (gate, is_transposed, readers), x, top_k_index, top_k_weights, *parameters, *factors
+    )

@@ -132,22 +132,13 @@ def run(recipe, parameters, states, wrappers, x, top_k_index, top_k_weights):
     """:meth:`ExpertsRecipe.run` with adapters, of parameters with quantisation states or None."""
     operand, *parameters = autocast_operands(x, *parameters, *[None] * (4 - len(parameters)))
     readers = [functools.partial(dense, state=state, dtype=operand.dtype) for state in states[:2]]
-    experts = (parameters[0] if states[0] is None else states[0]).shape[0]
     adapters = [
         _factors(wrappers[name], recipe.is_transposed, operand.dtype) if name in wrappers else None
         for name in WEIGHTS
     ]
     gate = Gate(recipe.activation, recipe.is_interleaved, recipe.alpha, recipe.limit)
     y = adapted_experts(
-        operand,
-        top_k_index,
-        top_k_weights,
-        parameters,
-        adapters,
-        gate,
-        recipe.is_transposed,
-        experts,
-        readers,
+        operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed, readers
     )
     return y.to(x.dtype)
 

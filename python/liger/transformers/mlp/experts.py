@@ -75,6 +75,14 @@ class ExpertsRecipe:
         # Under autocast the original also returns the dtype of its input.
         return y.to(hidden_states.dtype)
 
+    def apply(self, parameters, states, wrappers, *tensors):
+        """:meth:`run`, also with adapters and 4-bit weights; None if the code of the model must run."""
+        if not wrappers and states.count(None) == len(states):
+            return self.run(*tensors, *parameters)
+        if expert_weights.takes(tensors[0], parameters, wrappers):
+            return expert_weights.run(self, parameters, states, wrappers, *tensors)
+        return None
+
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
         if any(map(is_quantised, self.parameters(module)[0])):
@@ -103,11 +111,9 @@ class ExpertsRecipe:
                 tensors = [given[name] for name in names]
                 parameters, states = recipe.parameters(self)
                 if recipe.takes(self, parameters, states, *tensors[:2]):
-                    frozen = wrappers or {}
-                    if not frozen and states.count(None) == len(states):
-                        return recipe.run(*tensors, *parameters)
-                    if expert_weights.takes(tensors[0], parameters, frozen):
-                        return expert_weights.run(recipe, parameters, states, frozen, *tensors)
+                    y = recipe.apply(parameters, states, wrappers or {}, *tensors)
+                    if y is not None:
+                        return y
             with expert_weights.summed(self, wrappers) if wrappers else contextlib.nullcontext():
                 return original.forward(self, *args, **kwargs)
 
@@ -207,8 +213,11 @@ def _try_experts(module, is_transposed, has_bias):
         # All gradients of a token by scale, as same_gradients expects of its first input.
         return lambda x, weights: run(x.flatten(0, 1), index, weights)
 
+    def with_parameters(recipe):
+        return lambda *tensors: recipe.run(*tensors, *parameters.values())
+
     for recipe in _recipes(module, is_transposed, has_bias):
-        run = functools.partial(_run_stand_in, recipe, stand_in)
+        run = with_parameters(recipe)
         y = run(x, index, weights)
         if trials.error(by_scale(y), by_scale(expected)) <= 1:
             ours = function(run)
@@ -216,10 +225,6 @@ def _try_experts(module, is_transposed, has_bias):
             same = trials.same_gradients(ours, theirs, x.unflatten(0, (len(trials.SCALES), -1)), weights)
             return recipe if same else trials.OTHER_GRADIENTS
     return "its experts do not compute down(activation(gate) * up) with an activation that liger has"
-
-
-def _run_stand_in(recipe, stand_in, *tensors):
-    return recipe.run(*tensors, *recipe.parameters(stand_in)[0])
 
 
 def _recipes(module, is_transposed, has_bias):
@@ -272,12 +277,8 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
     if fields is None:
         fields = _recognised(module)
     recipe, given = ExpertsRecipe(*fields), (hidden_states, top_k_index, top_k_weights)
-    parameters, states = recipe.parameters(module)
-    if states.count(None) < len(states):
-        if expert_weights.takes(hidden_states, parameters, {}):
-            return expert_weights.run(recipe, parameters, states, {}, *given)
-        parameters = [getattr(module, name) for name in recipe.names]
-    return recipe.run(*given, *parameters)
+    y = recipe.apply(*recipe.parameters(module), {}, *given)
+    return recipe.run(*given, *(getattr(module, name) for name in recipe.names)) if y is None else y
 
 
 def register():
