@@ -18,7 +18,7 @@ PARTS = {
     "tiled MLP": ("tiled_mlp",),
 }
 # Over batches, then over lengths, for the sums of parts; the parts alone and all but one at one of them.
-SHAPES = (*((b, 1024) for b in (4, 16, 32, 64, 112)), *((4, t) for t in (4096, 8192, 16384)))
+SHAPES = (*((b, 1024) for b in (4, 16, 32, 64, 112)), *((4, t) for t in (512, 4096, 8192, 16384, 24576)))
 OTHERS = ((32, 1024),)
 UNPATCHED = "unpatched"
 

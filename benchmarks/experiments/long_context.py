@@ -12,22 +12,23 @@ import liger
 from liger_bench.models import sizes as model_sizes
 from liger_bench.models.contestants import Contestant
 
-from . import pictures, sharded_training, tables, training
+from . import pictures, results, sharded_training, tables, training
 from .cells import Cell, Experiment, expected_seconds, packages
 
-ZERO = "1B, ZeRO-3"
+ZERO, MICRO_BATCH = "1B, ZeRO-3", "1B, micro-batch"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
-# Planned checkpointing in the memory of the GPU, which keeps the attention of layers where there is room, and
-# the same with inputs of layers in host memory. -> ``offload``.
-PLANNED = {"liger, tiled MLP, planned": None, "liger, tiled MLP, offload": True}
-TINY_MEMORY = 1 << 30
+# A plan for a given memory, with attention and inputs of layers in host memory.
+PLANNED = "liger, tiled MLP, plan, offload"
+# GiB: less than a quarter of what the largest micro-batch takes without recomputation.
+MEMORY, TINY_MEMORY = 24.0, 1.0
+WARM_UP = 5
 WIDE = replace(
     model_sizes.FULL_8B,
     config={**model_sizes.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
 )
 LENGTHS = (8192, 32768, 131072)
-MICRO_BATCHES = (2, 8)
+MICRO_BATCHES = (2, 8, 16)
 
 
 def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
@@ -40,7 +41,7 @@ def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
         gpus,
         ladder=f"{method} {part}",
         seconds=240,
-        expected=expected_seconds(model, batch, sequence, method, 8 if method in PLANNED else 2),
+        expected=expected_seconds(model, batch, sequence, method, WARM_UP if method == PLANNED else 2),
     )
 
 
@@ -55,31 +56,32 @@ def cells(tiny):
             if m != "liger-kernel" or model == "1b"
         ]
     for b in batches:
-        # A plan is for what is left beside a large batch.
-        methods = METHODS if b == batches[0] and not tiny else (*METHODS, *PLANNED)
-        made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for m in methods]
+        made += [_cell(m, MICRO_BATCH, b, lengths[0], "1b") for m in (*METHODS, PLANNED)]
     for length in lengths[-1:] if tiny else lengths:
-        made += [_cell(m, "1B, FSDP2", 1, length, "1b", 2) for m in ("transformers", "liger", TILED)]
-        made += [_cell(m, ZERO, 1, length, "1b", 2, ("deepspeed",)) for m in ("transformers", TILED)]
+        planned = (PLANNED,) if length == lengths[-1] else ()
+        made += [
+            _cell(m, "1B, FSDP2", 1, length, "1b", 2) for m in ("transformers", "liger", TILED, *planned)
+        ]
+        made += [
+            _cell(m, ZERO, 1, length, "1b", 2, ("deepspeed",)) for m in ("transformers", TILED, *planned)
+        ]
     return made
 
 
-def _planned(method, machine):
-    """A contestant with a plan, or with the inputs of all layers on the host."""
-    offload, tiled = PLANNED[method], "tiled" in method
+def _planned(machine):
+    memory = int((TINY_MEMORY if machine.tiny else MEMORY) * results.GIB)
 
     def prepare(model):
-        memory = TINY_MEMORY if machine.tiny else "auto"
-        return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=tiled), memory, offload=offload)
+        return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=True), memory, offload=True)
 
-    return Contestant(prepare, training.context(machine), warm_up=8)
+    return Contestant(prepare, training.context(machine), warm_up=WARM_UP)
 
 
 def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
     size = WIDE if wide else training.size_of("1b", machine)
-    if cell.method in PLANNED:
-        entered = _planned(cell.method, machine)
+    if cell.method == PLANNED:
+        entered = _planned(machine)
     elif cell.method == TILED:
         entered = training.patched(machine, tiled_mlp=True)
     else:
@@ -115,8 +117,32 @@ def draw(result):
     return figures
 
 
+def verdict(part):
+    """Whether tiling and a plan make a larger micro-batch worth it: the fastest of each size."""
+    fastest = {}
+    for cell in results.cells_of(part, status="ok"):
+        best = fastest.get(cell["size"])
+        if tables.is_ours(cell["method"]) and (
+            best is None or cell["tokens_per_second"] > best["tokens_per_second"]
+        ):
+            fastest[cell["size"]] = cell
+    if len(fastest) < 2:
+        return ""
+    shown = "; ".join(
+        f"{size}: {cell['tokens_per_second'] / 1e3:.1f}k by {cell['method']}"
+        for size, cell in fastest.items()
+    )
+    smallest, *_, largest = fastest.values()
+    gain = largest["tokens_per_second"] / smallest["tokens_per_second"] - 1
+    word = "Yes" if gain > tables.NOTICED else "No"
+    return f"Does the larger micro-batch pay? {word}, {gain:+.1%} from the smallest to the largest. {shown}."
+
+
 def table(result):
-    return "\n\n".join(f"**{name}**\n\n{tables.training(part)}" for name, part in parts(result).items())
+    texts = []
+    for name, part in parts(result).items():
+        texts += [f"**{name}**", tables.training(part), *([verdict(part)] if name == MICRO_BATCH else [])]
+    return "\n\n".join(filter(None, texts))
 
 
 EXPERIMENT = Experiment("E10", "Long sequences, with the MLP tiled and not", cells, measure, table, draw)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import liger
 from liger.transformers.checkpointing.checkpoint import planners
-from liger_bench.models.contestants import Contestant, adamw, in_backward
+from liger_bench.models.contestants import Contestant, adamw, in_backward, with_inputs_on_host
 
 from . import pictures, tables, training
 from .cells import Cell, Experiment, expected_seconds, packages
@@ -17,7 +17,18 @@ PLAN = "liger, plan"
 OFFLOAD, RELEASE = f"{PLAN}, offload", f"{PLAN}, offload, released gradients"
 TILED_OFFLOAD, TILED_RELEASE = (name.replace(PLAN, f"{PLAN}, tiled MLP") for name in (OFFLOAD, RELEASE))
 RELEASED = (RELEASE, TILED_RELEASE)
-METHODS = ("transformers", "liger-kernel", "liger", PLAN, OFFLOAD, RELEASE, TILED_OFFLOAD, TILED_RELEASE)
+TRANSFORMERS_OFFLOAD = "transformers, offload"
+METHODS = (
+    "transformers",
+    TRANSFORMERS_OFFLOAD,
+    "liger-kernel",
+    "liger",
+    PLAN,
+    OFFLOAD,
+    RELEASE,
+    TILED_OFFLOAD,
+    TILED_RELEASE,
+)
 # Steps after which a plan is final; of steps that take a quarter of a minute the fourth is close to it.
 WARM_UP, LONG_WARM_UP, LONG = 7, 4, 2**17
 # A memory that no plan of a tiny model reaches.
@@ -80,12 +91,16 @@ def cells(tiny):
             )
             for method in METHODS
             if method in row.memories or not method.startswith(PLAN)
+            # Logits of more tokens have no room.
+            if method != TRANSFORMERS_OFFLOAD or row.tokens < LONG
         ]
     return made
 
 
 def contestant(cell, machine):
     """Every layer is recomputed by ``transformers``, ``liger-kernel`` and ``liger``."""
+    if cell.method == TRANSFORMERS_OFFLOAD:
+        return Contestant(with_inputs_on_host)
     if cell.settings["memory"] is None:
         if cell.method == "liger":
             return training.patched(machine, recompute=True)

@@ -14,7 +14,6 @@ from . import MODULES, experiment, results, summary, tables
 
 PAGE = CHECKOUT / "docs" / "lab" / "experiments.md"
 IMAGES = CHECKOUT / "docs" / "images"
-MISSING = "*Not measured yet.*"
 
 
 def _pictures(result, stem):
@@ -51,10 +50,10 @@ def section(folder, name, images=IMAGES, page=PAGE):
     """The generated part of docs/lab/experiments.md about an experiment."""
     source = results.path_of(folder, name, False)
     if not source.is_file():
-        return MISSING
+        return summary.NOT_MEASURED
     result = results.load(source, name, False)
     if not result["cells"]:
-        return MISSING
+        return summary.NOT_MEASURED
     parts = []
     for suffix, path in _pictures(result, images / f"experiment-{name}").items():
         parts.append(f"![{name}, {suffix}]({os.path.relpath(path, page.parent)})")

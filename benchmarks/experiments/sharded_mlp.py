@@ -61,7 +61,22 @@ def table(result):
         found = cell["contestants"]
         regular = found[REGULAR]
         rows.append([*row, *(_text(found[n], regular) if n in found else "" for n in names)])
-    return tables.markdown(["", "tokens per rank", *(names or ["result"])], rows)
+    table = tables.markdown(["", "tokens per rank", *(names or ["result"])], rows)
+    return f"{table}\n\n{_larger(cells)}"
+
+
+def _larger(cells):
+    """One line: where a tiled MLP needs more memory than the regular one."""
+    texts = []
+    for cell in cells:
+        found = cell.get("contestants", {})
+        regular = found.get(REGULAR, {}).get("peak_mib")
+        for name, one in found.items():
+            if regular and one["status"] != "failed" and one["peak_mib"] > regular * (1 + tables.NOTICED):
+                texts.append(
+                    f"{cell['method']}, {cell['size']}: {name} by {one['peak_mib'] / regular - 1:.0%}"
+                )
+    return f"Larger than the regular MLP: {'; '.join(texts) if texts else 'nowhere in this table'}."
 
 
 def draw(result):

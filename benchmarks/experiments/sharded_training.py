@@ -38,8 +38,9 @@ def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.W
     losses, times = [step(batches[0])], []
     losses[0].item()
     (first,) = largest([time.perf_counter() - begin], machine)
-    # Of slow steps one is enough.
-    warm_up, steps = (1, 1) if first > 2 * training.SLOW_STEP else (warm_up, steps)
+    # Of slow steps one is enough, unless a plan needs more.
+    if first > 2 * training.SLOW_STEP:
+        warm_up, steps = 1 if warm_up == training.WARM_UP else warm_up, 1
     losses += [step(batches[0]) for _ in range(warm_up - 1)]
     if machine.gpu:
         torch.cuda.synchronize()
@@ -118,7 +119,8 @@ def measure(cell, machine, entered=None, size=None, shard=fsdp2):
     batches = text.batches(machine, size.config["vocab_size"], count, given["batch"], given["sequence"])
     batches = batches[dist.get_rank() :: dist.get_world_size()]
     with made.contestant.context():
-        record = timed_steps(shard(made, machine), batches, machine)
+        warm_up = max(training.WARM_UP, made.contestant.warm_up)
+        record = timed_steps(shard(made, machine), batches, machine, warm_up=warm_up)
     with contextlib.suppress(AssertionError):  # DeepSpeed may have destroyed it already
         dist.destroy_process_group()
     return record

@@ -5,59 +5,102 @@ from liger_bench.environment import CHECKOUT
 from liger_bench.reports.verdict import time_of
 
 from . import ops, results, tables
+from .cells import COMPILED
 from .recomputation import RELEASED
 from .results import GIB
+from .small_batches import REDUCED
 
 README = CHECKOUT / "README.md"
 SPEED = CHECKOUT / "docs" / "start" / "speed.md"
+NOT_MEASURED = "*Not measured yet.*"
+# The results of some rows under a torch that is newer than the torch of all others.
+NEWEST = "newest"
 MODELS = ("Llama-3.2-1B", "Qwen3-1.7B", "Gemma-3-1B", "Qwen3-30B-A3B, 4 layers", "Llama-3-8B")
-# The largest model has no step on the longest sequence.
-OTHER_SHAPES = [(m, s) for m in MODELS for s in ("1x1024", "8x1024", "1x131072")][:-1]
-# (what, experiment, size of its cells); README has the first steps that are measured.
-STEPS = (
-    *((f"{model}, 4 x 8192 tokens", "E14", f"{model}, full 4x8192") for model in MODELS),
-    ("Llama-3.2-1B, 4 x 8192, a plan", "E16", "4x8192"),
-    ("Llama-3.2-1B, 1 x 32768, a plan", "E16", "1x32768"),
-    ("Llama-3.2-1B, 1 x 131072, a plan", "E16", "1x131072"),
-    ("Llama-3.2-1B, LoRA, 4 x 1024, nothing recomputed", "E9", "LoRA, nothing recomputed"),
-    ("Llama-3.2-1B, QLoRA, 4 x 1024", "E9", "QLoRA"),
-    ("Llama-3.2-1B, DPO by TRL, 32 pairs of 1024", "E12", "TRL dpo 32x1024"),
-    *((f"{m}, {s.replace('x', ' x ')} tokens", "E14", f"{m}, full {s}") for m, s in OTHER_SHAPES),
-    ("Llama-3-8B, LoRA, 8 x 1024", "E14", "Llama-3-8B, LoRA 8x1024"),
+MIXTURES = ("Mixtral-8x7B, 2 layers", "gpt-oss-20b, 4 layers")
+_1B = MODELS[0]
+
+
+def _whole(shape, models=MODELS, task="full", words=""):
+    return tuple(
+        (f"{model}, {words}{shape.replace('x', ' x ')}", "E14", f"{model}, {task} {shape}")
+        for model in models
+    )
+
+
+# (what, experiment, size of its cells)
+IN_README = (
+    *_whole("4x8192"),
+    *_whole("8x1024", [_1B]),
+    *_whole("1x131072", [_1B]),
+    (f"{_1B}, 4 x 8192, a plan", "E16", "4x8192"),
+    (f"{_1B}, 1 x 131072, a plan", "E16", "1x131072"),
+    (f"{_1B}, LoRA, 4 x 1024, nothing recomputed", "E9", "LoRA, nothing recomputed"),
+    (f"{_1B}, QLoRA, 4 x 1024", "E9", "QLoRA"),
+    (f"{_1B}, DPO by TRL, 32 pairs of 1024", "E12", "TRL dpo 32x1024"),
 )
-IN_README = 5
+STEPS = (
+    *IN_README,
+    *_whole("16x1024", MODELS[:4], "nothing recomputed", "nothing recomputed, "),
+    *_whole("8x1024", (*MODELS[1:], *MIXTURES)),
+    *_whole("1x131072", MODELS[1:4]),
+    *_whole("1x1024"),
+    (f"{_1B}, 4 x 512", "E18", "4x512"),
+    (f"{_1B}, 1 x 32768, a plan", "E16", "1x32768"),
+    (f"{_1B}, LoRA, 4 x 1024", "E9", "LoRA"),
+    *_whole("8x1024", (_1B, MODELS[-1]), "LoRA", "LoRA, "),
+    *_whole("4x8192", [_1B], "LoRA", "LoRA, "),
+    *_whole("4x1024", [_1B], "DPO", "DPO by TRL, pairs, "),
+    *_whole("2x8192", [_1B], "DPO", "DPO by TRL, pairs, "),
+)
+COLUMNS = {
+    "transformers": ("transformers", "TRL"),
+    "torch.compile": (COMPILED, REDUCED),
+    "liger-kernel": ("liger-kernel",),
+}
 # The share of the largest number of tokens per second that counts as equal: steps vary by as much.
 AS_FAST = 0.98
 # Of liger-kernel, only on request.
 OTHER_FORMS = ("liger-kernel CuTe",)
 
 
-def _step(cell):
-    if cell is None or cell["status"] in ("missing", "failed"):
-        return ""
-    if cell["status"] != "ok":
-        return tables.WORDS.get(cell["status"], "out of memory")
-    return f"{cell['tokens_per_second'] / 1e3:.1f}k, {cell['peak_bytes'] / GIB:.1f} GiB"
+def _step(cells, reference=None):
+    """The fastest of these cells, or why none has a number."""
+    measured = [c for c in cells if c["status"] == "ok"]
+    if not measured:
+        words = {"oom": "out of memory", "failed": "fails", **tables.WORDS}
+        return words[cells[0]["status"]] if cells else ""
+    cell = max(measured, key=lambda c: c["tokens_per_second"])
+    wrong = ", wrong loss" if tables.differs(cell, reference) else ""
+    return f"{cell['tokens_per_second'] / 1e3:.1f}k, {cell['peak_bytes'] / GIB:.1f} GiB{wrong}"
 
 
-def steps(folder, count=None):
-    """Tokens per second and peak of whole steps; and the machines of all rows. Of liger: the smallest of the
-    forms that are as fast as the fastest, but for those that change more than the model."""
-    rows, facts = [], []
-    for what, name, size in STEPS:
+def steps(folder, chosen=STEPS):
+    """Of whole steps that are measured: tokens per second and peak; where liger is behind; and the machines
+    of all rows.
+
+    Of liger: the smallest of the forms that are as fast as the fastest, but for those that change more than
+    the model.
+    """
+    rows, facts, every = [], [], {}
+    for what, name, size in chosen:
         result = results.load(folder / f"{name}.json", name, False)
-        cells = {c["method"]: c for c in results.cells_of(result, size=size)}
-        ours = [
-            c for m, c in cells.items() if tables.is_ours(m) and c["status"] == "ok" and m not in RELEASED
-        ]
-        if ours:
-            least = AS_FAST * max(c["tokens_per_second"] for c in ours)
-            best = min((c for c in ours if c["tokens_per_second"] >= least), key=lambda c: c["peak_bytes"])
-            plain = cells.get("transformers", cells.get("TRL"))
-            rows.append([what, _step(plain), _step(cells.get("liger-kernel")), _step(best)])
-            facts.append(result["environments"][best["environment"]])
-    table = tables.markdown(["training steps", "transformers", "liger-kernel", "liger"], rows[:count])
-    return table, tables.environments({"environments": facts})
+        cells = [c for c in results.cells_of(result, size=size) if c["method"] not in RELEASED]
+        columns = [[c for c in cells if c["method"] in methods] for methods in COLUMNS.values()]
+        ours = [c for c in cells if tables.is_ours(c["method"])]
+        if not ours:
+            continue
+        fast = AS_FAST * max((c["tokens_per_second"] for c in ours if c["status"] == "ok"), default=0)
+        chosen_form = min(
+            (c for c in ours if c["status"] == "ok" and c["tokens_per_second"] >= fast),
+            key=lambda c: c["peak_bytes"],
+            default=ours[0],
+        )
+        plain = next((c for c in columns[0] if c["status"] == "ok"), None)
+        rows.append([what, *(_step(column, plain) for column in columns), _step([chosen_form], plain)])
+        facts += [result["environments"][c["environment"]] for c in [chosen_form] if "environment" in c]
+        every |= {f"{c['method']} @ {what}": {**c, "size": what, "order": len(rows)} for c in cells}
+    table = tables.markdown(["training steps", *COLUMNS, "liger"], rows)
+    return f"{table}\n\n{tables.behind({'cells': every})}", {"environments": facts}
 
 
 def _ratio(theirs, mine):
@@ -91,11 +134,25 @@ def op_times(folder):
     return tables.markdown(["forward and backward", "x liger-kernel", memory, peer, "time / ceiling"], rows)
 
 
+def newest(folder):
+    """The rows of the newest torch, which its folder has."""
+    if not (folder / NEWEST).is_dir():
+        return NOT_MEASURED
+    of_steps, machines = steps(folder / NEWEST)
+    return f"{of_steps}\n\n{op_times(folder / NEWEST)}\n\n{tables.environments(machines)}."
+
+
 def blocks(folder):
     """{page: {name of a block: its text}}"""
     of_ops = tables.environments(results.load(folder / "E17.json", "E17", False))
     every, measured = steps(folder)
+    shown, machines = steps(folder, IN_README)
+    devices = " or ".join(dict.fromkeys(facts["device"] for facts in machines["environments"]))
     return {
-        README: {"steps": steps(folder, IN_README)[0]},
-        SPEED: {"steps": f"{every}\n\n{measured}.", "ops": f"{op_times(folder)}\n\n{of_ops}."},
+        README: {"steps": f"{shown} Measured on one {devices}."},
+        SPEED: {
+            "steps": f"{every}\n\n{tables.environments(measured)}.",
+            "ops": f"{op_times(folder)}\n\n{of_ops}.",
+            "the newest torch": newest(folder),
+        },
     }

@@ -49,9 +49,21 @@ def by_method(result, text, methods=None, label="size"):
 
 def differs(cell, reference):
     """True if the first loss differs from the unpatched model's by more than rounding explains."""
-    if reference is None or reference is cell:
+    if reference is None or reference is cell or "first_loss" not in cell:
         return False
     return not abs(cell["first_loss"] / reference["first_loss"] - 1) <= SAME_LOSS
+
+
+def compared(result):
+    """(size, cells of liger, other cells) of each size that liger has: measured cells whose loss is right."""
+    first = next(iter(ordered(result, "method")), None)
+    for size in ordered(result, "size"):
+        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
+        reference = next((c for c in cells if c["method"] == first), None)
+        right = [c for c in cells if not differs(c, reference)]
+        ours = [c for c in right if is_ours(c["method"])]
+        if ours:
+            yield size, ours, [c for c in right if not is_ours(c["method"])]
 
 
 def speed_and_memory(cell, reference):
@@ -66,16 +78,13 @@ def behind(result):
     Differences below 1 % are not counted.
     """
     texts = []
-    for size in ordered(result, "size"):
-        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
-        ours = [c for c in cells if is_ours(c["method"])]
-        for other in (c for c in cells if c not in ours):
-            if not ours:
-                break
-            speed = other["tokens_per_second"] / max(c["tokens_per_second"] for c in ours) - 1
+    for size, ours, others in compared(result):
+        most = max(c["tokens_per_second"] for c in ours)
+        least = min(c["peak_bytes"] or 0 for c in ours)
+        for other in others:
+            speed = other["tokens_per_second"] / most - 1
             if speed > NOTICED:
                 texts.append(f"{size}: {other['method']} has {speed:.0%} more tokens/s")
-            least = min(c["peak_bytes"] or 0 for c in ours)
             if least and other["peak_bytes"] and other["peak_bytes"] < least * (1 - NOTICED):
                 texts.append(
                     f"{size}: {other['method']} needs {1 - other['peak_bytes'] / least:.0%} less memory"
@@ -92,11 +101,9 @@ def gains(result):
     """One line: tokens per second and peak memory of the fastest of liger, relative to each other method,
     over the sizes that both have."""
     found = {}
-    for size in ordered(result, "size"):
-        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
-        ours = [c for c in cells if is_ours(c["method"])]
-        best = max(ours, key=lambda c: c["tokens_per_second"], default=None)
-        for other in (c for c in cells if best is not None and not is_ours(c["method"])):
+    for _, ours, others in compared(result):
+        best = max(ours, key=lambda c: c["tokens_per_second"])
+        for other in others:
             peaks = (best["peak_bytes"], other["peak_bytes"])
             memory = peaks[0] / peaks[1] if all(peaks) else None
             speed = best["tokens_per_second"] / other["tokens_per_second"]

@@ -90,7 +90,8 @@ class Training(model_trainee.Trainee):
         }
         if self.machine.gpu:
             record["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return record
+        experts = getattr(self.model.config, "_experts_implementation", None)
+        return record if experts is None else record | {"experts": experts}
 
 
 def size_of(model, machine):

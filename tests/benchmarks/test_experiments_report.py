@@ -8,7 +8,17 @@ import pytest
 pytest.importorskip("transformers")
 
 import liger_bench
-from experiments import MODULES, experiment, ops, report, results, summary, tables
+from experiments import (
+    MODULES,
+    experiment,
+    long_context,
+    ops,
+    report,
+    results,
+    sharded_mlp,
+    summary,
+    tables,
+)
 from liger_bench import suite
 from liger_bench.harness import Options
 from liger_bench.reports import overview
@@ -51,8 +61,7 @@ def test_a_table_has_a_word_for_every_cell():
     assert lines[3] == "| 2x1024 | OOM | 2.0 k, 2.00 GiB | failed: RuntimeError: a/b |"
     assert lines[4] == "| 4x1024 | OOM (not tried) | 4.0 k, 4.00 GiB |  |"
     assert lines[6] == (
-        "liger, the fastest form at each size, vs. transformers: 1.00 times the tokens/s in 1.00 of the memory; "
-        "vs. liger-kernel: 1.00 times the tokens/s in 1.00 of the memory."
+        "liger, the fastest form at each size, vs. transformers: 1.00 times the tokens/s in 1.00 of the memory."
     )
     assert "transformers: 1x1024, out of memory at 2x1024" in lines[8]
     assert "liger: 4x1024, the largest that was tried" in lines[8]
@@ -77,7 +86,7 @@ def test_the_page_has_results_between_its_markers(tmp_path):
         report.write_docs(tmp_path, page, tmp_path / "docs" / "images")
     text = page.read_text()
     assert "old" not in text and text.endswith("\nafter\n")
-    assert text.count(report.MISSING) == len(MODULES) - 1
+    assert text.count(summary.NOT_MEASURED) == len(MODULES) - 1
     assert text.count("| 2x1024 | OOM |") == 1
     assert "Data: [E3.json](../E3.json)." in text and "commit 012345678" in text
     prose = [line for line in text.splitlines() if not line.startswith("|")]
@@ -86,20 +95,81 @@ def test_the_page_has_results_between_its_markers(tmp_path):
         assert f"(images/{image.name})" in text
 
 
+def at(size, method, status="ok", **values):
+    return {**record(method, 1, status, size=size, **values), "environment": 0}
+
+
+def steps_of(tmp_path, name, *records):
+    """The lines of the table of steps, and the line below it."""
+    cells = {f"{r['method']} @ {r['size']}": r for r in records}
+    results.write_text(tmp_path / f"{name}.json", json.dumps({**SOME, "experiment": name, "cells": cells}))
+    text, machines = summary.steps(tmp_path)
+    assert tables.environments(machines) == "device a device, torch 2.11, commit 012345678"
+    table, behind = text.split("\n\n")
+    return table.splitlines()[2:], behind
+
+
+def test_summaries_name_what_failed_and_what_is_wrong(tmp_path):
+    """A method that fails has a word, a wrong loss is no speed to compare with, and what is faster is said."""
+    size = "Llama-3.2-1B, full 4x8192"
+    records = [at(size, "transformers"), at(size, "liger-kernel", first_loss=5.5, tokens_per_second=9e3)]
+    records += [
+        at(size, "liger", tokens_per_second=2e3),
+        at(size, "transformers, compiled", tokens_per_second=3e3),
+    ]
+    other = "Qwen3-1.7B, full 4x8192"
+    records += [at(other, "liger", "oom"), at(other, "liger-kernel", "failed"), at(other, "transformers")]
+    rows, behind = steps_of(tmp_path, "E14", *records)
+    assert rows == [
+        "| Llama-3.2-1B, 4 x 8192 | 1.0k, 1.0 GiB | 3.0k, 1.0 GiB | 9.0k, 1.0 GiB, wrong loss | 2.0k, 1.0 GiB |",
+        "| Qwen3-1.7B, 4 x 8192 | 1.0k, 1.0 GiB |  | fails | out of memory |",
+    ]
+    assert behind == (
+        "Where liger is behind: Llama-3.2-1B, 4 x 8192: transformers, compiled has 50% more tokens/s."
+    )
+
+
+def test_the_newest_torch_has_a_folder_of_its_own(tmp_path):
+    assert summary.newest(tmp_path) == summary.NOT_MEASURED
+    folder = tmp_path / summary.NEWEST
+    folder.mkdir()
+    steps_of(folder, "E14", at("Llama-3.2-1B, full 4x8192", "liger"))
+    assert "| Llama-3.2-1B, 4 x 8192 |  |  |  | 1.0k, 1.0 GiB |" in summary.newest(tmp_path)
+
+
+def test_the_verdict_on_micro_batches():
+    sizes = [(f"1B, micro-batch {b}x8192", b) for b in (2, 8)]
+    cells = [
+        record("liger", order, size=size, tokens_per_second=speed)
+        for (size, order), speed in zip(sizes, (1e3, 1.1e3), strict=True)
+    ]
+    part = {"cells": {c["size"]: c for c in cells}}
+    assert long_context.verdict(part).startswith(
+        "Does the larger micro-batch pay? Yes, +10.0% from the smallest to the largest."
+    )
+    cells[1]["tokens_per_second"] = 1e3
+    assert "pay? No, +0.0%" in long_context.verdict(part)
+
+
+def test_a_tiled_mlp_that_is_larger_is_named():
+    found = {"regular": 640.0, "liger, tiled": 656.0, "liger, plain": 600.0}
+    cell = {"method": "zero3", "size": "2048 tokens", "order": 1, "status": "ok"}
+    cell["contestants"] = {n: {"status": "ok", "ms": 1.0, "peak_mib": m} for n, m in found.items()}
+    lines = sharded_mlp.table({"cells": {"a": cell}}).splitlines()
+    assert lines[-1] == "Larger than the regular MLP: zero3, 2048 tokens: liger, tiled by 2%."
+
+
 def test_summaries_have_the_fastest_form(tmp_path):
     """Of steps that are measured; of ops the speed relative to liger-kernel as users call it."""
-    named = {**SOME, "experiment": "E16"}
-    cells = [
-        record(m, 1, size="4x8192", tokens_per_second=s) for m, s in (("liger", 9e3), ("liger, plan", 1e4))
-    ]
-    for cell in cells:
-        cell["environment"] = 0
-    named["cells"] = {c["method"]: c for c in [*cells, record("liger-kernel", 1, "oom", size="4x8192")]}
-    results.write_text(tmp_path / "E16.json", json.dumps(named))
-    table, machine = summary.steps(tmp_path)
-    lines = table.splitlines()
-    assert machine == "device a device, torch 2.11, commit 012345678"
-    assert lines[2:] == ["| Llama-3.2-1B, 4 x 8192, a plan |  | out of memory | 10.0k, 1.0 GiB |"]
+    size = "4x8192"
+    rows, _ = steps_of(
+        tmp_path,
+        "E16",
+        at(size, "liger", tokens_per_second=9e3),
+        at(size, "liger, plan", tokens_per_second=1e4),
+        at(size, "liger-kernel", "oom"),
+    )
+    assert rows == ["| Llama-3.2-1B, 4 x 8192, a plan |  |  | out of memory | 10.0k, 1.0 GiB |"]
     times = {"liger[cuda]": ("ours", 1.0), "liger-kernel": ("liger-kernel", 2.0), "quack": ("other", 1.5)}
     times |= {"liger-kernel CuTe": ("liger-kernel", 1.2), "device copy": ("ceiling", 0.9)}
     providers = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import liger
 
@@ -67,6 +68,18 @@ def reduce_overhead(model):
         return output
 
     return step
+
+
+def with_inputs_on_host(model):
+    """The layers of a model are recomputed, and their inputs wait in host memory: what ``offload=True`` of
+    transformers does from 5.24 on."""
+
+    def recomputed(function, *inputs, **settings):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=model.device.type):
+            return checkpoint(function, *inputs, use_reentrant=False, **settings)
+
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
+    return model
 
 
 def with_liger_kernel(model):

@@ -75,12 +75,16 @@ OPS |= {op: _named(op) for op in liger_bench.OPS if op not in OPS}
 
 # A training step of a patched model.
 _LAYERS = tuple(
-    f"python/liger/transformers/{room}/" for room in ("attention", "head", "mlp", "norms", "recipe")
+    f"python/liger/transformers/{name}"
+    for name in ("attention/", "head/", "mlp/activations", "mlp/gated_", "mlp/recipe", "norms/", "recipe/")
 )
 _LLAMA = (*_LAYERS, *(path for op in ("rms_norm", "rope", "swiglu", "fused_linear_ce") for path in OPS[op]))
 _QWEN3 = (*_LLAMA, *OPS["qk_norm_rope"])
 _PLANNED = ("python/liger/transformers/checkpointing/",)
-_LORA = ("python/liger/transformers/lora/", "python/liger/ops/fused_linear_ce/")
+_RELEASED = ("python/liger/transformers/checkpointing/gradient_release.py",)
+_GRAPH = ("python/liger/transformers/step_graphs.py",)
+_LORA = ("python/liger/transformers/lora/", "python/liger/transformers/mlp/lora_mlp.py")
+_EXPERTS = (*OPS["experts"], "python/liger/transformers/mlp/experts.py")
 _TILED = OPS["tiled_mlp"]
 # Ops with rows of host time, which one cell of E17 measures.
 HOST_TIME = "host time"
@@ -92,30 +96,44 @@ VOCABULARY = (
     "python/liger/distributed/vocab/",
 )
 SHARDED_MLP = (*OPS["tiled_mlp"], "python/liger/distributed/rules/")
-_TRL = (*OPS["preference"], "python/liger/trl/", "benchmarks/experiments/preference_training.py")
+_PREFERENCE = ("benchmarks/experiments/preference_training.py",)
+_TRL = (*_PREFERENCE, *OPS["preference"], "python/liger/trl/")
 
 # Experiment -> what all of its cells depend on; what the cells of liger depend on in addition; and what in
-# addition if this word is in the name of the cell.
+# addition if this word is in the name of the cell: other methods on the files of benchmarks among it alone.
 EXPERIMENTS = {
     "E2": (CELLS, _LLAMA, {}),
     "E3": (CELLS, _LLAMA, {}),
     "E4": (CELLS, _LLAMA, {}),
     "E5": (CELLS, _LLAMA, {"tiled": _TILED, "all but": _TILED}),
     "E6": ((*CELLS, "benchmarks/experiments/memory_timeline.py"), _LLAMA, {}),
-    "E7": (("benchmarks/experiments/text.py",), _LLAMA, {"Qwen3": _QWEN3, "Gemma": OPS["geglu"]}),
+    "E7": (
+        ("benchmarks/experiments/text.py", "benchmarks/experiments/convergence.py"),
+        _LLAMA,
+        {"Qwen3": _QWEN3, "Gemma": OPS["geglu"]},
+    ),
     "E8": (SHARDED_CELLS, _LLAMA, {}),
     "E9": (CELLS, _LLAMA, {"LoRA": _LORA}),
-    "E10": (SHARDED_CELLS, _LLAMA, {"tiled": _TILED, "planned": _PLANNED, "offload": _PLANNED}),
+    "E10": (SHARDED_CELLS, _LLAMA, {"tiled": _TILED, "plan": _PLANNED}),
     "E11": (("benchmarks/liger_bench/devices/sharded_mlp.py",), SHARDED_MLP, {}),
     "E12": (
         (*SUITE, *SHARDED_CELLS),
         (),
-        {"loss": OPS["preference"], "TRL": (*_LLAMA, *_TRL), "FSDP2": _LLAMA},
+        {"loss": OPS["preference"], "TRL": (*_TRL, *_LLAMA), "FSDP2": _LLAMA},
     ),
     "E13": (
-        ("benchmarks/experiments/curve_settings.py",),
+        tuple(
+            f"benchmarks/experiments/{name}.py"
+            for name in ("convergence", "curve_settings", "setting_curves")
+        ),
         _LLAMA,
-        {"Qwen3": _QWEN3, "planned": _PLANNED, "tiled": _TILED},
+        {
+            "Qwen3": _QWEN3,
+            "planned": _PLANNED,
+            "tiled": _TILED,
+            "CUDA graph": _GRAPH,
+            "step in backward": _RELEASED,
+        },
     ),
     "E14": (
         CELLS,
@@ -123,7 +141,7 @@ EXPERIMENTS = {
         {
             "Qwen3": _QWEN3,
             "Gemma": (*_QWEN3, *OPS["geglu"]),
-            "A3B": OPS["experts"],
+            **dict.fromkeys(("A3B", "Mixtral", "gpt-oss"), _EXPERTS),
             "LoRA": _LORA,
             "DPO": _TRL,
         },
@@ -131,10 +149,14 @@ EXPERIMENTS = {
     "E15": (
         (*SHARDED_CELLS, "benchmarks/liger_bench/devices/ulysses.py"),
         (),
-        {"head": VOCABULARY, "FSDP2": _LLAMA, "one sequence": (*_LLAMA, *_TILED)},
+        {
+            "head": (*VOCABULARY, "benchmarks/liger_bench/devices/vocabulary.py"),
+            "FSDP2": _LLAMA,
+            "one sequence": (*_LLAMA, *_TILED),
+        },
     ),
     "E16": (CELLS, _LLAMA, {"plan": _PLANNED, "tiled": _TILED}),
-    "E18": (CELLS, _LLAMA, {}),
+    "E18": (CELLS, _LLAMA, {"CUDA graph": _GRAPH, "LoRA": _LORA}),
 }
 # Methods are ways to shard our MLPs.
 _ALL_OURS = ("E11",)
@@ -148,7 +170,8 @@ def paths(name, method, size):
         return (*files, *SUITE)
     of_all, of_liger, by_word = EXPERIMENTS[name]
     ours = method.startswith("liger") and not method.startswith("liger-kernel")
-    if not ours and name not in _ALL_OURS and not (name == "E5" and method != "unpatched"):
-        return of_all
     key = f"{method} @ {size}"
-    return (*of_all, *of_liger, *(path for word, more in by_word.items() if word in key for path in more))
+    named = [path for word, more in by_word.items() if word in key for path in more]
+    if not ours and name not in _ALL_OURS and not (name == "E5" and method != "unpatched"):
+        return (*of_all, *(path for path in named if path.startswith("benchmarks/")))
+    return (*of_all, *of_liger, *named)

@@ -21,6 +21,7 @@ import posixpath
 import re
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 from . import depends
@@ -124,7 +125,7 @@ def complaints(root=ROOT):
             if not (root / "benchmarks/results" / target).exists():
                 found.append(f"{name}: no result {target}")
         for title, body in re.findall(r"^#+ (Tried.*)\n((?:(?!#).*\n?)*)", text, re.M):
-            if re.search(r"^\||benchmarks/results", body, re.M):
+            if re.search(r"^\s*\||benchmarks/results", body, re.M):
                 found.append(f"{name}: {title!r} has a table or a result file")
     return found
 
@@ -134,7 +135,13 @@ def main():
     for path in sorted((ROOT / RESULTS).glob("*.json"), key=lambda path: (len(path.name), path.name)):
         result = json.loads(path.read_text())
         of_file = [k for k, r in result["cells"].items() if is_stale(result["experiment"], r)]
-        print(f"{path.stem}: {len(of_file)} of {len(result['cells'])} cells are stale")
+        devices = Counter(
+            result["environments"][record["environment"]]["device"]
+            for record in result["cells"].values()
+            if "environment" in record
+        )
+        of_devices = ", ".join(f"{count} of {device}" for device, count in devices.items())
+        print(f"{path.stem}: {len(of_file)} of {len(result['cells'])} cells are stale; {of_devices}")
         stale, total = stale + len(of_file), total + len(result["cells"])
     found = complaints()
     print("\n".join([*found, f"{stale} of {total} cells are stale."]))
