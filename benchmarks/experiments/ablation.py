@@ -5,7 +5,7 @@ step."""
 import itertools
 
 from . import pictures, tables, training
-from .cells import Cell, Experiment, expected_seconds
+from .cells import Cell, Experiment, expected_seconds, steps_of
 from .results import cells_of, ordered
 
 # Part -> options of liger.patch. The order is the order of the stacked bars: each part is added to those
@@ -21,6 +21,8 @@ PARTS = {
 SHAPES = (*((b, 1024) for b in (4, 16, 32, 64, 112)), *((4, t) for t in (512, 4096, 8192, 16384, 24576)))
 OTHERS = ((32, 1024),)
 UNPATCHED = "unpatched"
+# Sums of parts that are methods of other experiments.
+SAME = {UNPATCHED: "transformers", " + ".join(list(PARTS)[:-1]): "liger"}
 
 
 def sums():
@@ -57,6 +59,7 @@ def cells(tiny):
             b * t,
             {"batch": b, "sequence": t, "parts": parts},
             expected=expected_seconds("1b", b, t),
+            work=steps_of("1b", SAME[name], b, t) if name in SAME else "",
         )
         for b, t in shapes
         for name, parts in chosen.items()

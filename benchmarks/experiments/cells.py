@@ -16,7 +16,7 @@ class Cell:
     out-of-memory error or a timeout the larger ones are not tried. ``needs`` names modules that must be
     importable. On a GPU machine ``gpus`` processes share a cell with more than one. ``seconds`` is its time
     limit, ``expected`` how long it may take if it was never measured. Nothing else runs beside a cell that is
-    ``alone``: its time is of the host.
+    ``alone``: its time is of the host. Cells of several experiments with the same ``work`` are measured once.
     """
 
     method: str
@@ -29,6 +29,7 @@ class Cell:
     ladder: str = ""
     expected: float = 12.0
     alone: bool = False
+    work: str = ""
 
     @property
     def key(self):
@@ -91,6 +92,11 @@ _MODELS = {
 _FLOPS, _TOO_MANY = 6e14, 90_000
 
 
+def steps_of(model, method, batch, sequence):
+    """The ``work`` of a cell of training steps by training.measure, of which every layer is recomputed."""
+    return f"{model}, {method}, {batch}x{sequence}"
+
+
 def packages(method):
     return ("liger_kernel", "triton") if method == "liger-kernel" else ()
 
@@ -125,6 +131,7 @@ def training_cells(methods, shapes, order, seconds=150.0, compiled=(), **setting
             packages(method),
             seconds=2 * seconds if method == COMPILED else seconds,
             expected=expected_seconds(settings.get("model", "1b"), batch, sequence, method),
+            work=steps_of(settings.get("model", "1b"), method, batch, sequence),
         )
         for method, (batch, sequence) in pairs
     ]

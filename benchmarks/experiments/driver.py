@@ -12,7 +12,7 @@ from pathlib import Path
 from liger_bench.devices.processes import count_gpus, elsewhere, may_fork
 from liger_bench.reports import stale
 
-from . import experiment, launch, results, text
+from . import MODULES, experiment, launch, results, text
 from .cells import Machine
 from .measurement import Measurement
 
@@ -75,6 +75,10 @@ def expected_seconds(cell, every, records):
         return last["seconds"]
     known = without_measuring(cell, every, records)
     return 0.0 if known is not None and known.get("inferred") else cell.expected
+
+
+def _but_for_commit(facts):
+    return {name: value for name, value in facts.items() if name not in ("commit", "modified")}
 
 
 def fill(run, names, say=print):
@@ -181,19 +185,41 @@ class Sheet:
             return None
         run = self.run
         lacks_gpus = not run.tiny and 0 < run.gpus < cell.gpus
+        shared = None if record is not None or lacks_gpus else self._measured_elsewhere(cell)
+        if shared is not None:
+            self.add(cell, *shared)
+            return None
         if record is not None or lacks_gpus or run.deadline - time.monotonic() < self.expected(cell):
             self.left.append(cell)
             return None
         return Measurement(run, self.name, cell, gpus)
 
-    def add(self, cell, record):
-        """Saves the record of a cell; None: the time limit has cut it off."""
+    def _measured_elsewhere(self, cell):
+        """The record of the same work in another experiment, of the present code, with this device and these
+        packages, and its environment; else None."""
+        for name in MODULES if cell.work and self.run.facts else ():
+            if name == self.name:
+                continue
+            result = results.load(results.path_of(self.run.folder, name, self.run.tiny), name, self.run.tiny)
+            for other in experiment(name).cells(self.run.tiny) if result["cells"] else ():
+                record = result["cells"].get(other.key, {})
+                if other.work != cell.work or "environment" not in record or stale.is_stale(name, record):
+                    continue
+                facts = result["environments"][record["environment"]]
+                if _but_for_commit(facts) == _but_for_commit(self.run.facts):
+                    own = ("method", "size", "order", "gpus", "environment", "code")
+                    return {k: v for k, v in record.items() if k not in own} | {"measured_in": name}, facts
+        return None
+
+    def add(self, cell, record, facts=None):
+        """Saves the record of a cell, of this environment if it has none of its own; None: the time limit has
+        cut it off."""
         if record is None:
             self.left.append(cell)
             return
         self.run.facts = record.pop("facts", self.run.facts)
         record["code"] = stale.digest_of(self.name, cell.method, cell.size)
-        results.add(self.result, self.path, cell, record, self.run.facts)
+        results.add(self.result, self.path, cell, record, facts or self.run.facts)
         self.current[cell.key] = self.result["cells"][cell.key]
         detail = "" if record["status"] == "ok" else f" ({record['reason'].splitlines()[0][:120]})"
         self.say(f"{self.name} {cell.key}: {record['status']}{detail}, {record['seconds']:.1f} s")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from liger_bench.models import sizes as model_sizes
 
 from . import long_context, preference_training, training
-from .cells import COMPILED, METHODS, Cell, Experiment, coarse_first, expected_seconds, packages
+from .cells import COMPILED, METHODS, Cell, Experiment, coarse_first, expected_seconds, packages, steps_of
 
 MODELS = ("1b", "qwen3-1.7b", "gemma3-1b", "qwen3-moe", "8b")
 # Other mixtures of experts, at the second shape.
@@ -47,6 +47,7 @@ def _cell(model, task, method, shape):
         seconds=400.0 if method == COMPILED else 240.0,
         ladder=f"{method} {part}",
         alone=_few(batch, sequence, task),
+        work=steps_of(model, method, batch, sequence) if task == FULL else "",
         expected=expected_seconds(model, 2 * batch if task == DPO else batch, sequence, method)
         + (6 if task in (LORA, DPO) else 0),
     )

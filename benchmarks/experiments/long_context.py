@@ -13,7 +13,7 @@ from liger_bench.models import sizes as model_sizes
 from liger_bench.models.contestants import Contestant
 
 from . import pictures, results, sharded_training, tables, training
-from .cells import Cell, Experiment, expected_seconds, packages
+from .cells import Cell, Experiment, expected_seconds, packages, steps_of
 
 ZERO, MICRO_BATCH = "1B, ZeRO-3", "1B, micro-batch"
 TILED = "liger, tiled MLP"
@@ -42,6 +42,7 @@ def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
         ladder=f"{method} {part}",
         seconds=240,
         expected=expected_seconds(model, batch, sequence, method, WARM_UP if method == PLANNED else 2),
+        work=steps_of(model, method, batch, sequence) if gpus == 1 and method in METHODS else "",
     )
 
 

@@ -10,14 +10,14 @@ from liger.transformers.checkpointing.checkpoint import planners
 from liger_bench.models.contestants import Contestant, adamw, in_backward, with_inputs_on_host
 
 from . import pictures, tables, training
-from .cells import Cell, Experiment, expected_seconds, packages
+from .cells import Cell, Experiment, expected_seconds, packages, steps_of
 from .results import GIB
 
 PLAN = "liger, plan"
 OFFLOAD, RELEASE = f"{PLAN}, offload", f"{PLAN}, offload, released gradients"
 TILED_OFFLOAD, TILED_RELEASE = (name.replace(PLAN, f"{PLAN}, tiled MLP") for name in (OFFLOAD, RELEASE))
 RELEASED = (RELEASE, TILED_RELEASE)
-TRANSFORMERS_OFFLOAD = "transformers, offload"
+PEERS, TRANSFORMERS_OFFLOAD = ("transformers", "liger-kernel"), "transformers, offload"
 METHODS = (
     "transformers",
     TRANSFORMERS_OFFLOAD,
@@ -81,6 +81,7 @@ def cells(tiny):
                 # A batch that has no memory for one length may have it for another.
                 ladder=f"{method} {row.batch}x{row.sequence}",
                 seconds=240,
+                work=steps_of("1b", method, row.batch, row.sequence) if method in PEERS else "",
                 expected=expected_seconds(
                     "1b",
                     row.batch,

@@ -212,6 +212,42 @@ def test_cells_of_other_code_are_measured_again(monkeypatch, tmp_path):
     assert left == 1 and found["b @ 1"]["value"] and "not installed: no_such_module" in said
 
 
+def test_the_same_work_is_measured_once(monkeypatch, tmp_path):
+    """In another experiment the record is copied, unless it is of other code or another device."""
+    calls = tmp_path / "calls"
+
+    def measure(cell, machine):
+        with calls.open("a") as file:
+            file.write(cell.key)
+        return {"value": cell.order}
+
+    cells = [Cell("a", "other", work="none"), Cell("a", "1", 1.0, work="steps")]
+    fake(monkeypatch, measure, cells)
+    run = driver.Run(tmp_path, tmp_path / "cache", tiny=True, fork=True)
+    driver.fill(run, ["E3"], print)
+    fake(monkeypatch, measure, [Cell("b", "2", 2.0, work="steps")])
+    monkeypatch.setattr(driver, "MODULES", ("E3", "E4"))
+    described = driver.experiment
+    monkeypatch.setattr(
+        driver,
+        "experiment",
+        lambda name: (
+            described(name)
+            if name == "E4"
+            else Experiment("E3", "a title", lambda tiny: cells, measure, tables.training, lambda result: {})
+        ),
+    )
+    driver.fill(run, ["E4"], print)
+    found = json.loads((tmp_path / "E4-tiny.json").read_text())
+    assert found["cells"]["b @ 2"]["value"] == 1.0 and found["cells"]["b @ 2"]["measured_in"] == "E3"
+    assert found["cells"]["b @ 2"]["size"] == "2" and len(found["environments"]) == 1
+    assert calls.read_text() == "a @ othera @ 1"
+    (tmp_path / "E4-tiny.json").unlink()
+    run.facts = {**run.facts, "device": "another"}
+    driver.fill(run, ["E4"], print)
+    assert calls.read_text() == "a @ othera @ 1b @ 2"
+
+
 def test_nothing_runs_beside_a_cell_that_is_alone(monkeypatch, tmp_path):
     def measure(cell, machine):
         begin = time.monotonic()

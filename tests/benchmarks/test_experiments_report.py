@@ -110,7 +110,7 @@ def steps_of(tmp_path, name, *records):
 
 
 def test_summaries_name_what_failed_and_what_is_wrong(tmp_path):
-    """A method that fails has a word, a wrong loss is no speed to compare with, and what is faster is said."""
+    """A method that fails has a word, a wrong loss is no speed to compare with, what is faster is said."""
     size = "Llama-3.2-1B, full 4x8192"
     records = [at(size, "transformers"), at(size, "liger-kernel", first_loss=5.5, tokens_per_second=9e3)]
     records += [
