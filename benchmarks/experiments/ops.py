@@ -99,7 +99,7 @@ def table_per_op(result, shown, text, head):
     """
     parts = []
     for cell in result["cells"].values():
-        parts.append(f"**{cell['method']}**")
+        parts.append(f"**{cell['method']}, {cell['size']}**")
         if tables.shape(cell) is not None:
             parts.append(tables.shape(cell))
             continue

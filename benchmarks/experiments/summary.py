@@ -108,12 +108,13 @@ def _ratio(theirs, mine):
 
 
 def op_times(folder):
-    """The first row of each work of E17: speed and memory relative to liger-kernel, and the fastest peer."""
+    """Speed and memory relative to liger-kernel, and the fastest peer: of the first row of each work of E17,
+    and of all rows of models."""
     found = {}
     for cell in results.load(folder / "E17.json", "E17", False)["cells"].values():
         for row in cell.get("rows", ()):
             if row["kind"] == "device":
-                found.setdefault(row["work"] if row["op"] != "heads" else row["name"], row)
+                found.setdefault(row["name"] if row["op"] in ("heads", "experts") else row["work"], row)
     rows = []
     for row in found.values():
         mine, theirs = ops.best(row, "liger["), ops.best(row, "liger-kernel", OTHER_FORMS)
