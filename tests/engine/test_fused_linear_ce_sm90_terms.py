@@ -126,10 +126,11 @@ def test_metrics(sm90, shape, name):
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_equal_bits_at_each_call(sm90, name):
+def test_equal_bits_at_each_call_of_the_engine(sm90, name):
     x, weight, target = SUMS.layer(sm90)
     chosen = chosen_terms(name, SUMS, sm90)
     assert_same_bits([run(SUMS, x, weight, target, **chosen) for _ in range(2)])
+    assert uses_the_engine(lambda: run(SUMS, x, weight, target, **chosen))
 
 
 def test_strided_bias_and_no_valid_row(sm90):
@@ -147,13 +148,6 @@ def test_what_is_of_the_generic_engine(sm90, name):
     target[target == -100] = chosen.get("ignore_index", -100)
     runs = [run(BESIDE, x, weight, target, generic=generic, **chosen) for generic in (False, True)]
     assert_same_bits(runs)
-
-
-@pytest.mark.parametrize("name", TERMS)
-def test_the_kernels_are_those_of_the_engine(sm90, name):
-    x, weight, target = SUMS.layer(sm90)
-    chosen = chosen_terms(name, SUMS, sm90)
-    assert uses_the_engine(lambda: run(SUMS, x, weight, target, **chosen))
 
 
 def test_bad_value_of_the_variable(sm90, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from cuda_graphs import capture
 from sm90_engine import (
-    BESIDE,
     BFLOAT16,
     GRADIENT,
     KINDS,
@@ -22,8 +21,6 @@ from sm90_engine import (
     run,
 )
 from torch.nn.functional import linear
-
-import liger
 
 pytestmark = pytest.mark.gpu
 
@@ -200,19 +197,3 @@ def test_a_graph_fits_other_inputs(sm90, shape):
             tensor.copy_(value)
         graph.replay()
         assert_same_bits([captured, step()])
-
-
-def test_log_probabilities_with_entropies(sm90):
-    """fused_linear_logprobs goes the same way, and its entropies keep their gradient."""
-    x, weight, target = BESIDE.layer(sm90)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        found = liger.fused_linear_logprobs(x, weight, target, metrics=("entropy", "argmax"))
-        torch.cuda.synchronize()
-    assert_observed(x, weight, target, found.entropy, found.argmax)
-    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    if names:
-        assert any("sm90::gemm_kernel" in name for name in names)
-    leaf = x.clone().requires_grad_()
-    entropy = liger.fused_linear_logprobs(leaf, weight, target, metrics=("entropy",)).entropy
-    (grad,) = torch.autograd.grad(entropy.sum(), leaf)
-    assert grad.dtype == BFLOAT16 and grad.isfinite().all() and grad[target >= 0].any()

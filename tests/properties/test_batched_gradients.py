@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Backwards over a batch of upstream gradients: is_grads_batched, vectorised Jacobians."""
+"""Backwards over a batch of upstream gradients: is_grads_batched, which jacobian(vectorize=True) uses."""
 
 import pytest
 import torch
@@ -21,22 +21,7 @@ def test_batched_gradients_are_those_of_each(name, device):
         for i in range(BATCH)
     ]
     for how in HOW:
-        print(how)
         batched = torch.autograd.grad(results, wanted, upstream, is_grads_batched=True, **how)
         for i in range(BATCH):
             for grad, expected in zip(batched, each[i], strict=True):
                 torch.testing.assert_close(grad[i], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_vectorised_jacobian(name, device):
-    given = arguments(name, device, requires_grad=False)
-    key = CASES[name].differentiable[0]
-
-    def first(x):
-        return differentiable_outputs(name, {**given, key: x})[0].reshape(-1)[:4]
-
-    vectorised, looped = (
-        torch.autograd.functional.jacobian(first, given[key], vectorize=v) for v in (True, False)
-    )
-    torch.testing.assert_close(vectorised, looped, rtol=1e-5, atol=1e-5)

@@ -127,3 +127,20 @@ def strided_like(tensor):
     wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] * 2)
     wide[..., ::2] = tensor
     return wide[..., ::2]
+
+
+def padded(tensor):
+    """The same values in rows that lie differently to the vectors of the hardware, from row to row."""
+    return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
+
+
+def ignored_in_patterns(target, ignore_index, blocks):
+    """Ignored rows first, last, alone, in pairs, and all that one of so many blocks would take."""
+    row = torch.arange(target.numel(), device=target.device)
+    ignored = (row == 0) | (row == target.numel() - 1) | (row % 7 > 4) | (row % 5 == 1) | (row % blocks == 9)
+    return torch.where(ignored, ignore_index, target)
+
+
+def made_in_forward(dtype, reduction):
+    """Where docs/guides/cross_entropy.md says that the forward makes the gradient."""
+    return reduction != "none" and dtype != torch.float16

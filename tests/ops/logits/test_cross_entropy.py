@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, check_op, of_cuda, strided_like
+from cases import DTYPES, assert_as_exact_as_torch, check_op, of_cuda, padded, strided_like
 from cross_entropy_reference import (
     ALL_METRICS,
     LARGEST_LSE,
@@ -75,11 +75,6 @@ def test_class_weighted_mean_equals_torch_cross_entropy_loss(device, reduction):
 
     check_op(whole, theirs, [logits], LARGEST_LSE)
     check_op(micro_batches, theirs, [logits], LARGEST_LSE)
-
-
-def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware, from row to row."""
-    return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])

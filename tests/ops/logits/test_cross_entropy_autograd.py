@@ -6,17 +6,12 @@ import weakref
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, made_in_forward
 from cross_entropy_reference import ALL_METRICS, options, random_logits
 
 import liger
 
 REDUCTIONS = ["mean", "sum", "none"]
-
-
-def made_in_forward(dtype, reduction):
-    """Where docs/guides/cross_entropy.md says that the forward makes the gradient."""
-    return reduction != "none" and dtype != torch.float16
 
 
 @pytest.mark.parametrize("inplace", [False, True])

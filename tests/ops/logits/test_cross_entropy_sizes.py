@@ -4,7 +4,7 @@ kernel."""
 
 import pytest
 import torch
-from cases import DTYPES, compiled
+from cases import DTYPES, ignored_in_patterns, padded
 from cross_entropy_reference import options, random_logits, reference
 
 import liger
@@ -71,22 +71,10 @@ def test_the_denominator_of_few_and_many_rows(device, rows, vocab, need_grad):
 # --- the kernels of the cuda backend, row by row, straight from the op --------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    with compiled() as device:
-        yield device
-
-
 OPTIONAL = {
     "ce_weight": None, "token_weight": None, "denominator": None, "ignore_index": -100, "label_smoothing": 0.0,
     "lse_square_scale": 0.0, "softcap": None,
 }  # fmt: skip
-
-
-def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than in a new
-    tensor."""
-    return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
 
 def per_row(logits, target, inplace, wanted, **chosen):
@@ -136,13 +124,6 @@ def test_where_the_kernel_changes(gpu, limit, dtype, name, inplace):
         check_rows(
             *random_logits(3, vocab, gpu, dtype, chosen.get("ignore_index", -100)), layout, inplace, **chosen
         )
-
-
-def ignored_in_patterns(target, ignore_index, blocks):
-    """Ignored rows first, last, alone, in pairs, and all that one of so many blocks would take."""
-    row = torch.arange(target.numel(), device=target.device)
-    ignored = (row == 0) | (row == target.numel() - 1) | (row % 7 > 4) | (row % 5 == 1) | (row % blocks == 9)
-    return torch.where(ignored, ignore_index, target)
 
 
 @pytest.mark.gpu

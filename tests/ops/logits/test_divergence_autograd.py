@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, made_in_forward
 
 import liger
 
@@ -25,10 +25,6 @@ def make(device, rows=8, classes=33, dtype=torch.float32):
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     target[1] = -100
     return student, teacher, target
-
-
-def made_in_forward(dtype, reduction):
-    return reduction != "none" and dtype != torch.float16
 
 
 @pytest.mark.parametrize("kind", KINDS)

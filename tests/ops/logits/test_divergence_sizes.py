@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, compiled
+from cases import DTYPES, ignored_in_patterns, padded
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "tvd"]
 BETA, TEMPERATURE = 0.3, 1.5
@@ -28,12 +28,6 @@ def exact_rows(kind, student, teacher):
 
 def pair(rows, vocab, device, dtype):
     return [(torch.randn(rows, vocab, device=device) * 2).to(dtype) for _ in range(2)]
-
-
-def padded(tensor):
-    """The same values in rows that lie differently to the vectors of the hardware than in a new
-    tensor."""
-    return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
 
 
 def one_call(kind, student, teacher, target=None, weight=None, in_place=False):
@@ -88,12 +82,6 @@ def test_rows_of_every_alignment(device, dtype, vocab, kind):
     check_rows(kind, values, target=target, in_place=True)
 
 
-@pytest.fixture
-def gpu():
-    with compiled() as device:
-        yield device
-
-
 # The bytes of a row at which the cuda backend changes how it keeps the rows of both, with 228 KB of shared
 # memory: at all; with three blocks on a multiprocessor in a block, in two, in three, in the largest clusters;
 # with two of them in the largest clusters; with one, the last. First jsd, which keeps more.
@@ -113,13 +101,6 @@ def test_where_the_kernel_changes(gpu, limit, dtype, kind):
         check_rows(kind, pair(3, vocab, gpu, dtype), layout)
 
 
-def ignored_in_patterns(rows, blocks, device):
-    """Ignored rows first, last, alone, in pairs, and all that one of so many blocks would take."""
-    row = torch.arange(rows, device=device)
-    ignored = (row == 0) | (row == rows - 1) | (row % 7 > 4) | (row % 5 == 1) | (row % blocks == 9)
-    return torch.where(ignored, -100, row)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +111,9 @@ def test_more_rows_than_blocks(gpu, row_bytes, blocks, layout, dtype, kind, in_p
     """Each block takes several rows, which follow computed and ignored ones."""
     rows = 2 * blocks + 5
     values = pair(rows, row_bytes // dtype.itemsize, gpu, dtype)
-    check_rows(kind, values, layout, ignored_in_patterns(rows, blocks, gpu), in_place)
+    check_rows(
+        kind, values, layout, ignored_in_patterns(torch.arange(rows, device=gpu), -100, blocks), in_place
+    )
 
 
 @pytest.mark.gpu

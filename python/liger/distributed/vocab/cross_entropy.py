@@ -30,7 +30,7 @@ from ...ops.fused_linear_ce.lora import differentiable_ce
 from . import sm90
 from .agreement import may_have_empty_shards, meet, name_of_call, options_of
 from .rows import Rows, check_class_weights
-from .shards import VocabShards, gather, layer_to_check
+from .shards import VocabShards, gather, gathered, layer_to_check
 
 FUSED, PLAIN = "fused_linear_ce", "cross_entropy"
 
@@ -323,10 +323,7 @@ def _plain_forward(a):
     meet(PLAIN, group, shards, classes, target, same)
     rows = Rows(op, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     every = slice(0, logits.shape[0])
-    gathered, work = gather(rows.stats(every, logits), group)
-    if work is not None:
-        work.wait()
-    coefficients = rows.fill(every, gathered)
+    coefficients = rows.fill(every, gathered(rows.stats(every, logits), group))
     return *rows.reduced(), torch.stack([c for c in coefficients if c is not None])
 
 

@@ -171,6 +171,14 @@ def gather(stats, group):
     return gathered.view(world, *stats.shape), work
 
 
+def gathered(stats, group):
+    """The result of :func:`gather`, which this waits for."""
+    found, work = gather(stats, group)
+    if work is not None:
+        work.wait()
+    return found
+
+
 def layer_to_check(op, weight, bias):
     """Weight and bias of a process for the checks of ops that need a class; a process without classes gets
     one class."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..._core.head.sm90_plan import ENGINE, plan_chunks_sm90, round_up
 from ..._core.op.registration import FAMILIES
-from .shards import VocabShards, gather
+from .shards import VocabShards, gathered
 
 
 class CompiledSteps:
@@ -262,14 +262,6 @@ def sum_target_logits(call, group):
         dist.all_reduce(call.target_logit, group=group)
 
 
-def gathered_sums(sums, group):
-    """The results of :meth:`ShardCall.exponentials` on all processes, (processes, numbers, rows)."""
-    gathered, work = gather(sums, group)
-    if work is not None:
-        work.wait()
-    return gathered
-
-
 def add_gradients(call, index, chunk, part, group):
     """Adds the gradients of a chunk. ``part``: the input gradient of this process; no elements if it is not
     needed."""
@@ -292,6 +284,6 @@ def run(input, weight, target, options, shards, group, plan, metrics, needs_grad
     memory = call.new_sum()
     for index, chunk in enumerate(plan.chunks):
         part = memory[: chunk.rows]
-        call.apply_rule(index, gathered_sums(call.exponentials(index), group), part)
+        call.apply_rule(index, gathered(call.exponentials(index), group), part)
         add_gradients(call, index, chunk, part, group)
     return call.results()

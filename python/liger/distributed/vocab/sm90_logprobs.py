@@ -15,7 +15,8 @@ import torch
 
 from ..._core.head.kept_logits import budget_or_default, exponentials_bytes
 from ..._core.head.sm90_plan import ENGINE, LinearCePlan, PlannedChunk, round_up
-from .sm90 import ShardCall, add_gradients, engine_plan, gathered_sums, rank_classes, sum_target_logits
+from .shards import gathered
+from .sm90 import ShardCall, add_gradients, engine_plan, rank_classes, sum_target_logits
 
 
 class Head(NamedTuple):
@@ -168,7 +169,7 @@ def forward(head: Head, plan, entropy, argmax, keep):
     call.begin()
     sum_target_logits(call, head.group)
     for index in range(len(plan.chunks)):
-        call.write_results(index, gathered_sums(call.exponentials(index), head.group))
+        call.write_results(index, gathered(call.exponentials(index), head.group))
     return call.results, call.kept, call.kept_rows
 
 
