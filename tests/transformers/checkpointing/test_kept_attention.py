@@ -24,6 +24,7 @@ from planned_llama import (
     attention_first,
     counts,
     planned,
+    result_of,
     sdpa_llama,
     set_level,
 )
@@ -111,6 +112,40 @@ def test_eager_attention_is_recomputed(family):
         "attention alone is not kept: its attention is neither called"
         in lt.patch_report(models[0]).checkpointing
     )
+
+
+def in_autocast(model, given):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16), Kernels() as kernels:
+        loss = model(**given).loss
+    with kernels:
+        loss.backward()
+    return result_of(model, loss.detach()), kernels.forwards
+
+
+@pytest.mark.parametrize("case", ["unpatched", "patched", "all in float32"])
+def test_autocast(case):
+    """SDPA gets queries and keys in float32, and casts them before it takes a kernel."""
+    given = inputs_of("llama")
+    models = [
+        tiny_models.make("qwen3", num_hidden_layers=LAYERS, attn_implementation="sdpa") for _ in range(2)
+    ]
+    for model in models:
+        if case != "unpatched":
+            liger.patch(model, verbose=False)
+        for layer in model.model.layers if case == "all in float32" else []:
+            layer.self_attn.v_proj.register_forward_hook(lambda module, args, output: output.float())
+    expected, _ = in_autocast(models[1], given)
+    lt.checkpoint(models[0], PLENTY)
+    for level in (0, 0, MOST):
+        set_level(models[0], level)
+        result, forwards = in_autocast(models[0], given)
+        assert_bits(result, expected)
+    (planner,) = planners(models[0])
+    assert counts(models[0]) == (FEWEST, MOST, 0) and forwards == LAYERS + FEWEST
+    # The output in bfloat16, and a float32 per row and head.
+    rows = given["input_ids"].numel()
+    assert planner.plan.layers[1] == [rows * 4 * (16 * 2 + 4)] * LAYERS
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
+from ..._core.op.autocast import autocast_operands
 from ..recipe import trials
 from ..recipe.local import Local
 from ..recipe.rename import rename_global, uses_global
@@ -35,7 +36,8 @@ class SDPA:
     """A call of torch's scaled_dot_product_attention."""
 
     def __init__(self, query, key, value, mask, dropout, is_causal, scale, enable_gqa):
-        self.tensors = [query, key, value, mask]
+        # In autocast SDPA casts them: it chooses the kernel for the copies, and its node saves the copies.
+        self.tensors = list(autocast_operands(query, key, value, mask))
         self.dropout, self.is_causal, self.scale, self.enable_gqa = dropout, is_causal, scale, enable_gqa
         self.kernel, self._inputs = None, None
 
