@@ -21,6 +21,11 @@ from planned_llama import (
     measured,
     whole_layers,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from trainer_runs import train
 
 import liger
@@ -261,6 +266,35 @@ def test_other_bad_arguments():
     for tokens, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"liger\.transformers\.checkpoint: tokens must be"):
             lt.checkpoint(llama(), PLENTY, tokens=tokens)
+
+
+@pytest.mark.parametrize("wrapper", [checkpoint_wrapper, offload_wrapper])
+@pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_wrappers_of_torch(when, part, wrapper):
+    """They would recompute or offload in every step, while the report says what the plan does."""
+    model = llama()
+    if when == "after":
+        lt.checkpoint(model, PLENTY)
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: type(module).__name__ == part)
+    name = {checkpoint_wrapper: "CheckpointWrapper", offload_wrapper: "OffloadWrapper"}[wrapper]
+    words = (
+        rf"liger\.transformers\.checkpoint: torch's {name} is around {part} .*; leave out apply_activation_"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            lt.checkpoint(model, PLENTY) if when == "before" else model(**tiny_models.batch())
+    lt.checkpoint(model, None)
+    model(**tiny_models.batch(), use_cache=False).loss.backward()
+
+
+def test_wrappers_of_torch_elsewhere():
+    model = llama()
+    model.lm_head = checkpoint_wrapper(model.lm_head)
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        tiny_models.step(model, **tiny_models.batch())
+    assert sum(kept(model)) == MOST
 
 
 @pytest.mark.gpu

@@ -64,7 +64,8 @@ def checkpoint(
         TypeError: model is not a module, or memory, offload or tokens have another type.
         ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
             bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
-            model without decoder layers; in the first step, ranks with different numbers of layers.
+            model without decoder layers; torch's CheckpointWrapper around a layer (also later, in the
+            first step); in the first step, ranks with different numbers of layers.
 
     Example::
 
@@ -89,6 +90,7 @@ def checkpoint(
                 f"liger.transformers.checkpoint: {type(model).__name__} has no decoder layers; looked for a list of "
                 "transformers' GradientCheckpointingLayer or of modules whose class is named ...Layer or ...Block"
             )
+        decoder_layers.check_wrappers(model, layers)
         Planner(model, layers, memory, tokens, Agreement(group), HostStore(offload))
     return model
 

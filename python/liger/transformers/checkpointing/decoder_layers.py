@@ -24,6 +24,8 @@ READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MISSING = "missing"
+# The child of torch's wrappers of torch.distributed.algorithms._checkpoint.
+_WRAPPED = "_checkpoint_wrapped_module"
 # Attribute of a layer with the function by which the user recomputes it.
 _RECOMPUTE = "_liger_recompute"
 
@@ -62,6 +64,19 @@ def _largest_row(model, is_layer):
 def _size(layer):
     # ZeRO-3 partitions parameters and stores their number of elements in ds_numel.
     return sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
+
+
+def check_wrappers(model, layers):
+    """Raises ValueError if torch's CheckpointWrapper or OffloadWrapper is around a layer or inside of one."""
+    parts = {id(part) for layer in layers for part in layer.modules()}
+    for module in model.modules():
+        if _WRAPPED in module._modules and any(id(part) in parts for part in module.modules()):
+            wrapper, inner = (type(m).__name__ for m in (module, module._modules[_WRAPPED]))
+            raise ValueError(
+                f"liger.transformers.checkpoint: torch's {wrapper} is around {inner} and does its work in every step, "
+                "whatever a plan chooses; leave out apply_activation_checkpointing, and activation_checkpointing of "
+                "the Trainer's fsdp_config"
+            )
 
 
 def kind(layer):

@@ -128,6 +128,7 @@ class Planner:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def _begin(self, hidden):
+        decoder_layers.check_wrappers(self.model, self.layers)
         if hidden.device.type == "cuda":
             self.meter = device_memory.CudaMemory(self.memory, hidden.device)
         else:
