@@ -65,7 +65,7 @@ def checkpoint(
         ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
             bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
             model without decoder layers; torch's CheckpointWrapper around a layer (also later, in the
-            first step); in the first step, ranks with different numbers of layers.
+            first step); in the first step, ranks with different numbers of layers or without a plan.
 
     Example::
 

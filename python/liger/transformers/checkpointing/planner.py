@@ -129,6 +129,7 @@ class Planner:
 
     def _begin(self, hidden):
         decoder_layers.check_wrappers(self.model, self.layers)
+        self.agreement.check_same(len(self.layers))
         if hidden.device.type == "cuda":
             self.meter = device_memory.CudaMemory(self.memory, hidden.device)
         else:
@@ -143,7 +144,6 @@ class Planner:
         self.sees_gradients = bool(self.trained) and not hasattr(self.trained[0], "ds_id")
         modules = self.layers[0].modules()
         settings = (getattr(module, "config", None) for module in modules)
-        self.agreement.check_same(len(self.layers))
         self.is_timed = hidden.is_cuda
         for layer in self.layers:
             intercept(layer)
