@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 pytest.importorskip("transformers")
 
 import tiny_models
-from planned_llama import FEWEST, MOST, PLENTY, assert_bits, kept, llama
+from planned_llama import FEWEST, MOST, PLENTY, assert_bits, kept, llama, result_of
 from test_offload import INPUT, allow, planned, small_tensors_move  # noqa: F401  a fixture
 from trainer_runs import train
 
@@ -96,6 +96,41 @@ def test_every_n_layers_is_in_the_report():
     assert lt.patch_report(model).checkpointing.endswith(
         "; instead of every_n_layers, 2 of 4 layers recomputed"
     )
+
+
+@has_offload
+@pytest.mark.parametrize("choice", [None, True])
+def test_settings_that_are_taken_back(choice):
+    """The host memory of the entry is given up, the host memory of offload=True stays."""
+    model, expected = llama(), llama()
+    planner = planned(model, choice)
+    for settings in ({}, {"offload": True}, {"offload": True, "every_n_layers": 2}, {}):
+        model.activation_checkpointing_enable(**settings)
+        for _ in range(3):
+            ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (model, expected))
+            assert_bits(ours, theirs)
+        assert planner.store.is_on == bool(choice or settings.get("offload"))
+        assert ("every_n_layers" in planner.summary) == ("every_n_layers" in settings)
+        assert ("offloaded to" in planner.summary) == planner.store.is_on
+    assert choice or planner.store.pool is None
+
+
+@has_offload
+def test_taken_back_between_two_forwards_of_a_step():
+    models = [llama(), llama()]
+    planner = planned(models[0], None)
+    models[0].activation_checkpointing_enable(offload=True)
+    results = []
+    for model in models:
+        first = model(**tiny_models.batch()).loss
+        if model is models[0]:
+            assert planner.store.moved
+            model.activation_checkpointing_enable()
+        loss = first - 0.5 * model(**tiny_models.batch(tokens=7)).loss
+        assert not planner.store.moved
+        loss.backward()
+        results.append(result_of(model, loss.detach()))
+    assert_bits(*results)
 
 
 @has_offload

@@ -103,6 +103,8 @@ class Switches:
         self.selective = [False] * len(layers)
         # What the model had asked for in words, where a plan does something else.
         self.replaced = ""
+        # Whether the store is on because transformers' activation_checkpointing_enable has asked for it.
+        self._asked = False
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
@@ -163,13 +165,20 @@ class Switches:
 
     def read(self):
         """Reads what transformers' activation_checkpointing_enable has set since: ``every_n_layers`` and
-        ``offload``, which turns the store on. Returns whether it did."""
+        ``offload``, which turns the store on or off. Returns whether it did."""
         if self._is_set(self.layers[0]):
             return False
         flags = [vars(layer).get(FLAG) for layer in self.layers]
-        if True in flags and False in flags:
-            self.replaced = f"every_n_layers, {flags.count(True)} of {len(flags)} layers recomputed"
-        return _offloads(vars(self.layers[0]).get(FUNCTION)) and self.turn_on()
+        is_partial = True in flags and False in flags
+        words = f"every_n_layers, {flags.count(True)} of {len(flags)} layers recomputed"
+        self.replaced = words if is_partial else ""
+        was_on = self.store.is_on
+        if _offloads(vars(self.layers[0]).get(FUNCTION)):
+            self._asked = self.turn_on() or self._asked
+        elif self._asked:
+            self._asked, self._states = False, None
+            self.store.turn_off()
+        return self.store.is_on != was_on
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
