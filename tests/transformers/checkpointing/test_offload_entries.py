@@ -11,7 +11,18 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 pytest.importorskip("transformers")
 
 import tiny_models
-from planned_llama import FEWEST, MOST, PLENTY, assert_bits, kept, llama, result_of
+from planned_llama import (
+    FEWEST,
+    LAYERS,
+    PLENTY,
+    assert_bits,
+    calls_of_layers,
+    kept,
+    llama,
+    measured,
+    result_of,
+    whole_layers,
+)
 from test_offload import INPUT, allow, planned, small_tensors_move  # noqa: F401  a fixture
 from trainer_runs import train
 
@@ -86,16 +97,72 @@ def test_offload_false_turns_it_off():
 
 
 @has_offload
-def test_every_n_layers_is_in_the_report():
+@pytest.mark.usefixtures(whole_layers.__name__)
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "after some steps"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_n_layers(count, when, offloaded):
+    """The layers that it leaves out are never recomputed; of the others a plan keeps what fits."""
+    full, layer = measured()
+    full -= (LAYERS - 1) * INPUT if offloaded else 0
+    model, expected = llama(), llama()
+    if when == "before":
+        model.activation_checkpointing_enable(every_n_layers=2)
+    lt.checkpoint(model, full + (2 + count) * (layer + offloaded * INPUT), offload=offloaded)
+    if when == "after some steps":
+        for _ in range(3):
+            tiny_models.step(model, **tiny_models.batch())
+    if when != "before":
+        model.activation_checkpointing_enable(every_n_layers=2)
+    for number in range(4):
+        calls = calls_of_layers(model) if number == 3 else []
+        assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, expected)))
+        if number == 0:
+            assert kept(model)[1::2] == [True, True] and not kept(model)[0]
+    assert kept(model) == [count == 2, True, count > 0, True]
+    assert calls == [0, 1, 2, 3, *[n for n in (2, 0) if not kept(model)[n]]]
+    report = lt.patch_report(model).checkpointing
+    assert report.startswith(f"{2 - count} of 4 LlamaDecoderLayer recomputed, {2 + count} keep ")
+    assert report.endswith("; every_n_layers leaves out 2 layers, which keep everything")
+    assert "too small" not in report
+
+
+@has_offload
+def test_every_n_layers_that_does_not_fit(capsys):
     model = llama()
-    planned(model)
     model.activation_checkpointing_enable(every_n_layers=2)
+    full, layer = measured()
+    lt.checkpoint(model, full + layer)
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
-    assert sum(kept(model)) == MOST
-    assert lt.patch_report(model).checkpointing.endswith(
-        "; instead of every_n_layers, 2 of 4 layers recomputed"
-    )
+    assert kept(model) == [False, True, False, True]
+    words = "; the memory is too small for 2 layers that keep everything, offload=True needs less"
+    assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
+
+
+@has_offload
+def test_every_n_layers_of_a_trainer(tmp_path):
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    expected = train(liger.patch(llama()), tmp_path, **settings)
+    model = lt.checkpoint(liger.patch(llama()), measured()[0])
+    assert train(model, tmp_path, **settings) == expected
+    assert kept(model) == [False, True, False, True]
+
+
+@has_offload
+def test_every_n_layers_that_differ():
+    """A kind of layers without any that a plan may choose counts on the device, where it keeps everything."""
+    model, other = llama(), llama()
+    for each in (model, other):
+        liger.patch(each.model.layers[1::2], verbose=False)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    planner = planned(model, False)
+    for level in (0, 0, 1):
+        allow(planner, level)
+        assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, other)))
+        if planner.plan is None:
+            assert sorted(probe.stays for probe in planner.probes.values()) == [False, True]
+    assert planner.plan.states[0] == (0, 2, 0, 2)
 
 
 @has_offload

@@ -7,9 +7,11 @@ from .device_memory import size_text
 def summary(planner):
     """The plan of a :class:`Planner` in one line."""
     plan, count, name = planner.plan, len(planner.layers), type(planner.layers[0]).__name__
+    left_out = len(planner.switches.whole)
     if plan is None or not planner.kept:
         offloaded = ", their inputs offloaded" if planner.store.is_on else ""
-        return f"all {count} {name} recomputed{offloaded} until a step has been measured"
+        which = f"{count - left_out} of {count}" if left_out else f"all {count}"
+        return f"{which} {name} recomputed{offloaded} until a step has been measured"
     phase = False not in planner.kept
     kept = planner.kept[phase]
     ratio = plan.ratio(planner.longest)
@@ -39,13 +41,14 @@ def summary(planner):
     if not planner.meter.exact and plan.is_final(phase, kept):
         text += f", measured {size_text(start + plan.peaks[phase][kept])}"
     if need is not None and start + need > limit:
-        text += "; the memory is too small for full checkpointing"
+        text += "; the memory is too small for "
+        text += f"{left_out} layers that keep everything" if left_out else "full checkpointing"
         text += "" if planner.store.is_on else ", offload=True needs less"
     if nothing and planner.refusal is not None:
         text += f"; attention alone is not kept: {planner.refusal}"
     if planner.store.is_on:
         text += f"; {planner.store.summary}"
-    return f"{text}; instead of {planner.switches.replaced}" if planner.switches.replaced else text
+    return f"{text}; every_n_layers leaves out {left_out} layers, which keep everything" if left_out else text
 
 
 def change(planner, step, before, fell_back):

@@ -33,9 +33,9 @@ class Planner:
         self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
         self.agreement, self.store = agreement, store
         self.switches = decoder_layers.Switches(model, layers, store)
-        # The highest level of the plan, and the first layers that keep nothing at any level.
+        # The highest level of the plan, and the numbers of layers that keep nothing at any level.
         self.allowed = sys.maxsize
-        self.fixed = int(decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped)
+        self.fixed = {0} if decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped else set()
         self.meter: Any = None
         self.plan: MemoryPlan | None = None
         self.step: Step | None = None
@@ -118,7 +118,8 @@ class Planner:
         if self.step.is_measured and self.step.forwards == 1:
             # Layers that count their activations have not stored their input, as a checkpoint does.
             # Of these inputs one at most would be on the device with offload.
-            missing = min(len(self.probes), 1 if self.store.is_on else len(self.layers)) * hidden.nbytes
+            counting = sum(not probe.stays for probe in self.probes.values())
+            missing = min(counting, 1 if self.store.is_on else counting) * hidden.nbytes
             self.step.after_forward = self.meter.read()[0]
             self.step.forward_bytes = self.step.after_forward - self.step.start + missing
         hook = BackwardHook(self.step, self.meter)
@@ -252,13 +253,14 @@ class Planner:
     def _make_plan(self, kinds, step):
         """Costs and times by the probes and timers of the last step."""
         measured = {kind: timer.microseconds() for kind, timer in self.timers.items()}
-        refusal = self.switches.refusal()
+        refusal, whole = self.switches.refusal(), self.switches.whole
+        planned = {kind for number, kind in enumerate(kinds) if number not in whole}
         # A layer that keeps everything has its input on the device.
         inputs = step.inputs if self.store.is_on else 0
         savings = {}
         for kind, probe in self.probes.items():
             # All times in one unit: one kind without a measurement leaves the estimates to decide.
-            is_measured = all(map(measured.get, self.probes))
+            is_measured = kind in planned and all(map(measured.get, planned))
             counter = probe.attention
             times = measured[kind] if is_measured else estimated(probe.layer, probe.tokens, counter.flops)
             kept = 0 if refusal or counter.refusal else counter.bytes
@@ -273,7 +275,7 @@ class Planner:
         sizes = ((saving.bytes, saving.attention_bytes, saving.leaving) for saving in self.savings)
         costs, attention, leaving = zip(*sizes, strict=True)
         self.switches.leaving = list(map(bool, leaving))
-        self.plan = MemoryPlan(costs, step.load, self.meter.exact, attention, leaving)
+        self.plan = MemoryPlan(costs, step.load, self.meter.exact, attention, leaving, whole)
         self.largest_cost = max(costs) - inputs
         self.probes, self.timers = {}, {}
 
@@ -282,16 +284,17 @@ class Planner:
         numbers = (
             (
                 *(s.bytes, round(s.time), s.attention_bytes, round(s.attention_time)),
-                *(s.attention_bytes - s.leaving, not s.attention_bytes),
+                *(s.attention_bytes - s.leaving, not s.attention_bytes, n in self.plan.whole),
             )
-            for s in self.savings
+            for n, s in enumerate(self.savings)
         )
         agreed = iter(self.agreement.largest(itertools.chain.from_iterable(numbers)))
+        rows = list(zip(*[agreed] * 7, strict=True))
         savings = [
             Saving(whole, time, 0 if is_refused else attention, of_attention, attention - staying)
-            for whole, time, attention, of_attention, staying, is_refused in zip(*[agreed] * 6, strict=True)
+            for whole, time, attention, of_attention, staying, is_refused, _ in rows
         ]
-        self.plan.arrange(path(savings, self.fixed))
+        self.plan.arrange(path(savings, self.fixed | {n for n, row in enumerate(rows) if row[-1]}))
         self.is_arranged = True
 
     def _choose(self, step, hidden):
@@ -358,15 +361,18 @@ class Planner:
 
     def _probe(self):
         """One layer of each kind counts what it saves; on a GPU another one is timed."""
-        for layer in reversed(self.layers):
-            kind = decoder_layers.kind(layer)
+        whole = self.switches.whole
+        for number in sorted(reversed(range(len(self.layers))), key=whole.__contains__):
+            kind = decoder_layers.kind(self.layers[number])
             if kind not in self.probes:
-                self.probes[kind] = Probe(layer)
+                self.probes[kind] = Probe(self.layers[number], stays=number in whole)
         counted = [probe.layer for probe in self.probes.values()]
         for probe in self.probes.values():
             self.switches.use(probe.layer, probe)
         # The first layers come last in the backward, when all kernels of a layer have been loaded.
-        for layer in self.layers[self.fixed :] if self.is_timed else []:
+        for number, layer in enumerate(self.layers):
+            if not self.is_timed or number in self.fixed | whole:
+                continue
             kind = decoder_layers.kind(layer)
             if kind not in self.timers and all(layer is not other for other in counted):
                 self.timers[kind] = LayerTimer(decoder_layers.checkpointing_of(layer))
