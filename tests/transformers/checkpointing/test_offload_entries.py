@@ -33,12 +33,13 @@ from liger.transformers.checkpointing.checkpoint import planners
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.Module, "compile"), reason="needs torch.compile")
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("what", [pytest.param("model", marks=pytest.mark.slow), "layers"])
-def test_compiled_code_recomputes_and_moves_nothing(what):
+def test_compiled_code_recomputes_and_moves_nothing(what, steps):
     model, expected = llama(), llama()
     planner = planned(model)
     allow(planner, 1)
-    for _ in range(3):
+    for _ in range(steps):
         tiny_models.step(model, **tiny_models.batch())
     if what == "model":
         compiled = torch.compile(model, backend="aot_eager")
@@ -47,11 +48,21 @@ def test_compiled_code_recomputes_and_moves_nothing(what):
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
     before = planner.store.last
+    assert ("offloaded" in planner.summary) and "compiled" not in planner.summary
     ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (compiled, expected))
     tiny_models.assert_same_step(
         (ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), theirs
     )
     assert planner.store.last == before
+    words = "; compiled code runs with this plan and offloads nothing"
+    assert planner.summary.endswith(words) and "offloaded" not in planner.summary
+    # The code that torch.compile has made of the first forward sets this again.
+    planner.is_compiled = False
+    tiny_models.step(compiled, **tiny_models.batch())
+    assert planner.is_compiled
+    if what == "model":
+        tiny_models.step(model, **tiny_models.batch())
+        assert "compiled" not in planner.summary
 
 
 has_offload = pytest.mark.skipif(

@@ -9,9 +9,9 @@ def summary(planner):
     plan, count, name = planner.plan, len(planner.layers), type(planner.layers[0]).__name__
     left_out = len(planner.switches.whole)
     if plan is None or not planner.kept:
-        offloaded = ", their inputs offloaded" if planner.store.is_on else ""
+        offloaded = ", their inputs offloaded" if planner.store.is_on and not planner.is_compiled else ""
         which = f"{count - left_out} of {count}" if left_out else f"all {count}"
-        return f"{which} {name} recomputed{offloaded} until a step has been measured"
+        return f"{which} {name} recomputed{offloaded} until a step has been measured{_compiled(planner)}"
     phase = False not in planner.kept
     kept = planner.kept[phase]
     ratio = plan.ratio(planner.longest)
@@ -46,9 +46,16 @@ def summary(planner):
         text += "" if planner.store.is_on else ", offload=True needs less"
     if nothing and planner.refusal is not None:
         text += f"; attention alone is not kept: {planner.refusal}"
-    if planner.store.is_on:
+    if planner.store.is_on and not planner.is_compiled:
         text += f"; {planner.store.summary}"
+    text += _compiled(planner)
     return f"{text}; every_n_layers leaves out {left_out} layers, which keep everything" if left_out else text
+
+
+def _compiled(planner):
+    if not planner.is_compiled:
+        return ""
+    return "; compiled code runs with this plan" + (" and offloads nothing" if planner.store.is_on else "")
 
 
 def change(planner, step, before, fell_back):

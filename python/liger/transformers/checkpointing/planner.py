@@ -44,6 +44,8 @@ class Planner:
         # Of each layer, by this rank; and whether all ranks have agreed on the path of the plan.
         self.savings: list[Saving] = []
         self.is_arranged = False
+        # Whether the last forward was compiled code.
+        self.is_compiled = False
         # The reason why no layer can keep its attention alone.
         self.refusal: str | None = None
         self.longest: list[int] = []
@@ -80,8 +82,13 @@ class Planner:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, layer, args, kwargs):
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return  # Compiled code must not depend on measurements; a backward recomputes the layer.
+        if torch.compiler.is_compiling():
+            # Compiled code must not depend on measurements. It sets this whenever it runs.
+            self.is_compiled = True
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # A backward recomputes the layer.
+        self.is_compiled = False
         if not (layer.training and torch.is_grad_enabled()):
             if layer.training and decoder_layers.READS_BEFORE_HOOKS:
                 self.switches.turn()  # Replaces reentrant checkpoints, which hide the steps.
