@@ -337,10 +337,11 @@ def test_a_longer_step_turns_it_on_before_it_runs(monkeypatch):
 @pytest.mark.parametrize("choice", [True, False])
 def test_a_memory_that_is_too_small_for_any_plan(choice, capsys):
     model = llama()
-    lt.checkpoint(model, 1000, offload=choice)
+    weights = sum(p.nbytes for p in model.parameters())
+    lt.checkpoint(model, weights, offload=choice)
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
-    words = "of 0.00 MiB; the memory is too small for full checkpointing"
+    words = f"of {device_memory.size_text(weights)}; the memory is too small for full checkpointing"
     words += "" if choice else ", offload=True needs less"
     assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
 

@@ -5,6 +5,15 @@ import torch
 import torch.distributed as dist
 
 
+def check(group):
+    """Raises TypeError for an argument ``group`` that is no process group of this rank."""
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "liger.transformers.checkpoint: group must be a process group of this rank or None, not "
+            f"{type(group).__name__}"
+        )
+
+
 class Agreement:
     """All-reduces a few integers over the ranks of a group; returns them without torch.distributed.
 

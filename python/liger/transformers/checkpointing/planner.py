@@ -139,9 +139,11 @@ class Planner:
         decoder_layers.check_wrappers(self.model, self.layers)
         self.agreement.check_same(len(self.layers))
         if hidden.device.type == "cuda":
-            self.meter = device_memory.CudaMemory(self.memory, hidden.device)
+            meter = device_memory.CudaMemory(self.memory, hidden.device)
         else:
-            self.meter = device_memory.CountedMemory(self.memory, self.model)
+            meter = device_memory.CountedMemory(self.memory, self.model)
+        device_memory.check_parameters(self.memory, self.model, hidden.device)
+        self.meter = meter
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
         # The statistics describe one device. Offloaded parameters are on the CPU.
