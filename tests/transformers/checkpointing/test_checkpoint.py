@@ -125,7 +125,9 @@ def test_report(capsys):
     report = lt.patch_report(model)
     printed = capsys.readouterr().err
     assert printed == f"liger: checkpoint: {report.checkpointing}\n"
-    assert report.checkpointing.startswith(f"{FEWEST} of 4 LlamaDecoderLayer recomputed, {MOST} keep 0.")
+    assert report.checkpointing.startswith(
+        f"{FEWEST} of 4 LlamaDecoderLayer recompute all, 0 keep attention, {MOST} keep all (0."
+    )
     assert str(report).splitlines()[-1] == f"checkpointing: {report.checkpointing}"
     assert report.summary.endswith(f"; checkpointing: {report.checkpointing}")
 

@@ -133,8 +133,10 @@ def test_every_n_layers(count, when, offloaded):
     assert kept(model) == [count == 2, True, count > 0, True]
     assert calls == [0, 1, 2, 3, *[n for n in (2, 0) if not kept(model)[n]]]
     report = lt.patch_report(model).checkpointing
-    assert report.startswith(f"{2 - count} of 4 LlamaDecoderLayer recomputed, {2 + count} keep ")
-    assert report.endswith("; every_n_layers leaves out 2 layers, which keep everything")
+    assert report.startswith(
+        f"{2 - count} of 4 LlamaDecoderLayer recompute all, 0 keep attention, {2 + count} keep all ("
+    )
+    assert report.endswith("; every_n_layers leaves out 2 layers, which keep all")
     assert "too small" not in report
 
 
@@ -147,7 +149,7 @@ def test_every_n_layers_that_does_not_fit(capsys):
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
     assert kept(model) == [False, True, False, True]
-    words = "; the memory is too small for 2 layers that keep everything, offload=True needs less"
+    words = "; the memory is too small for 2 layers that keep all, offload=True needs less"
     assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
 
 

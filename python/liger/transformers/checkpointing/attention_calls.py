@@ -35,6 +35,8 @@ observed = _observer.holding
 class SDPA:
     """A call of torch's scaled_dot_product_attention."""
 
+    name = "SDPA"
+
     def __init__(self, query, key, value, mask, dropout, is_causal, scale, enable_gqa):
         # In autocast SDPA casts them: it chooses the kernel for the copies, and its node saves the copies.
         self.tensors = list(autocast_operands(query, key, value, mask))
@@ -98,8 +100,8 @@ class Function:
 
     kernel = None
 
-    def __init__(self, function, args, kwargs):
-        self.function, self.args, self.kwargs = function, args, kwargs
+    def __init__(self, name, function, args, kwargs):
+        self.name, self.function, self.args, self.kwargs = name, function, args, kwargs
         self.dropout = kwargs.get("dropout") or 0.0
 
     def plain(self):
@@ -134,7 +136,7 @@ def intercept(layer):
     for table, name in _named(layer):
         function = table[name]
         if not hasattr(function, "_liger_original"):
-            replaced = _intercepting(function)
+            replaced = _intercepting(name, function)
             if name in getattr(table, "_local_mapping", {}):
                 table[name] = replaced
             else:
@@ -154,7 +156,7 @@ def _named(layer):
             yield table, name
 
 
-def _intercepting(function):
+def _intercepting(name, function):
     inside = _with_sdpa(function)
 
     @functools.wraps(function)
@@ -165,7 +167,7 @@ def _intercepting(function):
             return inside(*args, **kwargs)
         observer = _observer.value
         with observed(None):
-            return observer.attend(Function(function, args, kwargs))
+            return observer.attend(Function(name, function, args, kwargs))
 
     attention._liger_original = function
     return attention

@@ -46,8 +46,9 @@ class Planner:
         self.is_arranged = False
         # Whether the last forward was compiled code.
         self.is_compiled = False
-        # The reason why no layer can keep its attention alone.
-        self.refusal: str | None = None
+        # Of each layer: how it keeps attention, and the reason why it cannot keep its attention alone.
+        self.ways: list[str] = []
+        self.refusals: list[str | None] = []
         self.longest: list[int] = []
         # Of the activations between the layers.
         self.dtype: torch.dtype | None = None
@@ -277,9 +278,10 @@ class Planner:
             is_hidden = not is_measured or hides_copies(times[0], copied)
             leaving = counter.movable if kept and self.store.is_on and is_hidden else 0
             savings[kind] = Saving(probe.bytes + inputs, times[0], kept, times[1], leaving)
-        self.switches.selective = [self.probes[kind].attention.is_selective for kind in kinds]
-        refusals = [probe.attention.refusal for probe in self.probes.values()]
-        self.refusal = refusal or (refusals[0] if all(refusals) else None)
+        counters = [self.probes[kind].attention for kind in kinds]
+        self.switches.selective = [counter.is_selective for counter in counters]
+        self.ways = [counter.way for counter in counters]
+        self.refusals = [refusal or counter.refusal for counter in counters]
         self.savings = [savings[kind] for kind in kinds]
         sizes = ((saving.bytes, saving.attention_bytes, saving.leaving) for saving in self.savings)
         costs, attention, leaving = zip(*sizes, strict=True)
