@@ -2,6 +2,9 @@
 """liger.transformers.checkpoint on several ranks: one plan for all, and the gradients of the model without
 it."""
 
+import datetime
+import re
+
 import pytest
 import ranks
 import tiny_models
@@ -12,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger
 import liger.transformers as lt
-from liger.transformers.checkpointing import memory_plan
+from liger.transformers.checkpointing import agreement, memory_plan
 from liger.transformers.checkpointing import planner as planning
 from liger.transformers.checkpointing.checkpoint import planners
 
@@ -193,3 +196,23 @@ def test_ranks_with_different_layers():
         ValueError, match=f"the ranks plan between {LAYERS} and {LAYERS + ranks.WORLD - 1} layers"
     ):
         step(model)
+
+
+def test_ranks_that_have_no_plan(monkeypatch):
+    """Their backward waits for the others, in the group whose ranks would agree on a plan."""
+    monkeypatch.setattr(agreement, "_patience", lambda store: datetime.timedelta(seconds=3))
+    expected = step(DistributedDataParallel(make()))
+    model = DistributedDataParallel(make(), broadcast_buffers=False)
+    if ranks.RANK == 0:
+        lt.checkpoint(model, PLENTY)
+        words = f"the ranks {[*range(1, ranks.WORLD)]} have not come to the first step of a plan"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=re.escape(f"liger.transformers.checkpoint: {words}")):
+                step(model)
+        lt.checkpoint(model, None)
+    grads = step(model)
+    assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        step(model)
+    assert kept(model) > 0

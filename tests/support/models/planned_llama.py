@@ -23,12 +23,12 @@ MOST = LAYERS - FEWEST
 PLENTY = 10**9
 
 
-def whole_path(savings, fixed=0):
+def whole_path(savings, fixed=()):
     """Upgrades of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
     return memory_plan.path([dataclasses.replace(s, attention_bytes=0) for s in savings], fixed)
 
 
-def attention_path(savings, fixed=0):
+def attention_path(savings, fixed=()):
     """Upgrades that keep the attention of all layers before any whole layer."""
     return memory_plan.path([dataclasses.replace(s, attention_time=2 * s.time + 1) for s in savings], fixed)
 

@@ -149,7 +149,8 @@ def test_flash_attn_by_name(implementation, offloaded, flash, monkeypatch):
     rows = given["input_ids"].numel()
     assert planner.plan.layers[1][0] == rows * 4 * (3 * 16 + 1) * 4
     assert (planner.store.moved > planner.store.inputs) == offloaded
-    assert "attention alone is not kept" not in planner.summary
+    assert "cannot keep attention alone" not in planner.summary
+    assert f" keep attention ({implementation}, 0." in planner.summary
 
 
 def test_an_unknown_function_keeps_what_its_ops_save(noisy):
@@ -218,4 +219,4 @@ def test_selective_checkpointing_where_sdpa_is_called_by_itself(offloaded, monke
     # The output and a float32 per row and head.
     assert planner.plan.layers[1] == [16 * (32 + 4) * 4] * LAYERS
     assert planner.store.moved == planner.store.inputs and bool(planner.store.moved) == offloaded
-    assert "which keeps 0.00 MiB each by torch's selective checkpointing" in planner.summary
+    assert " keep attention (torch's selective checkpointing, 0.00 MiB each)" in planner.summary

@@ -21,11 +21,16 @@ from planned_llama import (
     measured,
     whole_layers,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from trainer_runs import train
 
 import liger
 import liger.transformers as lt
-from liger.transformers.checkpointing import decoder_layers, methods
+from liger.transformers.checkpointing import decoder_layers, device_memory, methods
 from liger.transformers.checkpointing.checkpoint import planners
 
 pytestmark = pytest.mark.usefixtures(whole_layers.__name__)
@@ -120,7 +125,9 @@ def test_report(capsys):
     report = lt.patch_report(model)
     printed = capsys.readouterr().err
     assert printed == f"liger: checkpoint: {report.checkpointing}\n"
-    assert report.checkpointing.startswith(f"{FEWEST} of 4 LlamaDecoderLayer recomputed, {MOST} keep 0.")
+    assert report.checkpointing.startswith(
+        f"{FEWEST} of 4 LlamaDecoderLayer recompute all, 0 keep attention, {MOST} keep all (0."
+    )
     assert str(report).splitlines()[-1] == f"checkpointing: {report.checkpointing}"
     assert report.summary.endswith(f"; checkpointing: {report.checkpointing}")
 
@@ -188,7 +195,7 @@ def test_layers_that_are_none_of_transformers():
     model, x = Stack(), torch.randn(2, 5, 8)
     theirs, other = copy.deepcopy(model), copy.deepcopy(model)
     theirs(x).backward()
-    lt.checkpoint(model, 1)
+    lt.checkpoint(model, sum(p.nbytes for p in model.parameters()))
     model(x).backward()
     # The last of equal layers counts its activations in the first step and is not recomputed.
     assert [block.calls for block in model.blocks] == [2, 2, 1]
@@ -261,6 +268,75 @@ def test_other_bad_arguments():
     for tokens, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"liger\.transformers\.checkpoint: tokens must be"):
             lt.checkpoint(llama(), PLENTY, tokens=tokens)
+    with pytest.raises(TypeError, match="group must be a process group of this rank or None, not str"):
+        lt.checkpoint(llama(), PLENTY, group="x")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [({"offload": True, "tokens": 7}, "offload=True, tokens=7"), ({"offload": False}, "offload=False")],
+)
+def test_arguments_without_a_plan(given, words):
+    model = lt.checkpoint(llama(), PLENTY)
+    with pytest.raises(ValueError, match=f"checkpoint: memory=None ends a plan, and {words} belongs to one"):
+        lt.checkpoint(model, None, **given)
+    assert planners(model)
+
+
+def test_a_memory_below_the_parameters():
+    model = llama()
+    weights = sum(p.nbytes for p in model.parameters())
+    lt.checkpoint(model, weights - 1)
+    words = rf"liger\.transformers\.checkpoint: memory is {weights - 1} bytes, and the parameters of LlamaForCausalLM"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{words} on cpu alone take {weights} bytes"):
+            model(**tiny_models.batch())
+    lt.checkpoint(model, weights)
+    tiny_models.step(model, **tiny_models.batch())
+
+
+def test_parameters_that_are_elsewhere_or_shared():
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+    model[1].to("meta")
+    model[2].weight = model[0].weight
+    model[0].part = torch.nn.Parameter(model[0].weight.detach()[:2])
+    cpu = torch.device("cpu")
+    device_memory.check_parameters(64, model, cpu)
+    with pytest.raises(
+        ValueError, match="memory is 63 bytes, and the parameters of ModuleList on cpu alone take 64 bytes"
+    ):
+        device_memory.check_parameters(63, model, cpu)
+    model[0].weight.untyped_storage().resize_(0)  # as FSDP and ZeRO-3 free gathered parameters
+    device_memory.check_parameters(1, model, cpu)
+
+
+@pytest.mark.parametrize("wrapper", [checkpoint_wrapper, offload_wrapper])
+@pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_wrappers_of_torch(when, part, wrapper):
+    """They would recompute or offload in every step, while the report says what the plan does."""
+    model = llama()
+    if when == "after":
+        lt.checkpoint(model, PLENTY)
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: type(module).__name__ == part)
+    name = {checkpoint_wrapper: "CheckpointWrapper", offload_wrapper: "OffloadWrapper"}[wrapper]
+    words = (
+        rf"liger\.transformers\.checkpoint: torch's {name} is around {part} .*; leave out apply_activation_"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            lt.checkpoint(model, PLENTY) if when == "before" else model(**tiny_models.batch())
+    lt.checkpoint(model, None)
+    model(**tiny_models.batch(), use_cache=False).loss.backward()
+
+
+def test_wrappers_of_torch_elsewhere():
+    model = llama()
+    model.lm_head = checkpoint_wrapper(model.lm_head)
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        tiny_models.step(model, **tiny_models.batch())
+    assert sum(kept(model)) == MOST
 
 
 @pytest.mark.gpu

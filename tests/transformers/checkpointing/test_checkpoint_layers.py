@@ -214,16 +214,20 @@ def test_growing_lengths(capsys):
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
     assert sum(kept(model)) == 3
-    assert "1 of 4 LlamaDecoderLayer recomputed, 3 keep" in capsys.readouterr().err
+    assert "1 of 4 LlamaDecoderLayer recompute all, 0 keep attention, 3 keep all (" in capsys.readouterr().err
     calls = calls_of_layers(model)
     tiny_models.step(model, **tiny_models.batch(tokens=12))
     assert 0 < sum(kept(model)) < 3
     assert len(calls) == 2 * LAYERS - sum(kept(model))
     err = capsys.readouterr().err
-    assert re.search("24 tokens are more than in any step before: . of 4 layers recomputed instead of 1", err)
+    words = "(.) of 4 layers recompute all, 0 keep attention, (.) keep all, instead of 1, 0 and 3\n"
+    found = re.search(f"24 tokens are more than in any step before: {words}", err)
+    assert [int(number) for number in found.groups()] == [LAYERS - sum(kept(model)), sum(kept(model))]
     tiny_models.step(model, **tiny_models.batch(tokens=40))
     assert sum(kept(model)) == 0
-    assert "80 tokens are more than in any step before: 4 of 4 layers recomputed" in capsys.readouterr().err
+    assert (
+        "80 tokens are more than in any step before: 4 of 4 layers recompute all" in capsys.readouterr().err
+    )
     # Shorter steps have the plan of the longest.
     tiny_models.step(model, **tiny_models.batch())
     assert sum(kept(model)) == 0

@@ -2,6 +2,7 @@
 """Layers that are recomputed without their attention: the bits of full checkpointing, and one kernel call."""
 
 import contextlib
+import copy
 import functools
 import gc
 import weakref
@@ -24,6 +25,7 @@ from planned_llama import (
     attention_first,
     counts,
     planned,
+    result_of,
     sdpa_llama,
     set_level,
 )
@@ -83,7 +85,8 @@ def test_the_math_kernel_is_recomputed():
     set_level(models[0], 0)
     assert_bits(seeded_step(models[0], given), expected)
     assert (
-        "attention alone is not kept: SDPA takes its math kernel" in lt.patch_report(models[0]).checkpointing
+        "4 cannot keep attention alone: SDPA takes its math kernel"
+        in lt.patch_report(models[0]).checkpointing
     )
 
 
@@ -108,9 +111,43 @@ def test_eager_attention_is_recomputed(family):
     assert_bits(seeded_step(models[0], given), expected)
     assert planners(models[0])[0].plan.layers[1] == [0] * len(planners(models[0])[0].layers)
     assert (
-        "attention alone is not kept: its attention is neither called"
+        "cannot keep attention alone: its attention is neither called"
         in lt.patch_report(models[0]).checkpointing
     )
+
+
+def in_autocast(model, given):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16), Kernels() as kernels:
+        loss = model(**given).loss
+    with kernels:
+        loss.backward()
+    return result_of(model, loss.detach()), kernels.forwards
+
+
+@pytest.mark.parametrize("case", ["unpatched", "patched", "all in float32"])
+def test_autocast(case):
+    """SDPA gets queries and keys in float32, and casts them before it takes a kernel."""
+    given = inputs_of("llama")
+    models = [
+        tiny_models.make("qwen3", num_hidden_layers=LAYERS, attn_implementation="sdpa") for _ in range(2)
+    ]
+    for model in models:
+        if case != "unpatched":
+            liger.patch(model, verbose=False)
+        for layer in model.model.layers if case == "all in float32" else []:
+            layer.self_attn.v_proj.register_forward_hook(lambda module, args, output: output.float())
+    expected, _ = in_autocast(models[1], given)
+    lt.checkpoint(models[0], PLENTY)
+    for level in (0, 0, MOST):
+        set_level(models[0], level)
+        result, forwards = in_autocast(models[0], given)
+        assert_bits(result, expected)
+    (planner,) = planners(models[0])
+    assert counts(models[0]) == (FEWEST, MOST, 0) and forwards == LAYERS + FEWEST
+    # The output in bfloat16, and a float32 per row and head.
+    rows = given["input_ids"].numel()
+    assert planner.plan.layers[1] == [rows * 4 * (16 * 2 + 4)] * LAYERS
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -125,7 +162,24 @@ def test_bytes():
     rows = given["input_ids"].numel()
     assert planner.plan.layers[1][0] == planner.plan.attention_cost(1) == rows * 4 * (16 + 1) * 4
     report = lt.patch_report(model).checkpointing
-    assert f"4 of 4 LlamaDecoderLayer recomputed, {MOST} of them but for attention, which keeps" in report
+    assert f"{FEWEST} of 4 LlamaDecoderLayer recompute all, {MOST} keep attention (SDPA, 0.0" in report
+    assert " each), 0 keep all, at 24 tokens" in report and "cannot keep" not in report
+
+
+def test_a_report_of_three_kinds():
+    """One layer of another kind, with eager attention."""
+    given, model = inputs_of("llama"), sdpa_llama()
+    layer = liger.patch(model.model.layers[1], verbose=False)
+    layer.self_attn.config = copy.copy(model.config)
+    layer.self_attn.config._attn_implementation_internal = "eager"
+    planned(model, given, MOST)
+    seeded_step(model, given)
+    report = lt.patch_report(model).checkpointing
+    assert report.startswith(
+        f"{FEWEST + 1} of 4 LlamaDecoderLayer recompute all, {MOST - 2} keep attention (SDPA, 0.01 MiB each), "
+        "1 keep all (0."
+    )
+    assert "; 1 cannot keep attention alone: its attention is neither called through" in report
 
 
 class Store(kept_attention.OnDevice):
@@ -235,7 +289,11 @@ def test_a_reentrant_checkpoint_keeps_no_attention():
     assert_bits(result, seeded_step(sdpa_llama(), given))
     if not decoder_layers.READS_BEFORE_HOOKS:
         assert counts(model)[State.ATTENTION] == 0
-        assert planners(model)[0].refusal.startswith("another function than torch's non-reentrant checkpoint")
+        assert (
+            planners(model)[0]
+            .refusals[0]
+            .startswith("another function than torch's non-reentrant checkpoint")
+        )
 
 
 def test_compiled():

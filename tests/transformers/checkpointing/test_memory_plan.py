@@ -126,13 +126,13 @@ def test_short_sequences_keep_whole_layers():
     """Attention spares 4.3 ms per GiB, a whole layer 4.5: the plan is the one of whole layers."""
     savings = [Saving(1000, 4.5, 100, 0.43)] * 3
     assert path(savings) == [(2, E), (1, E), (0, E)]
-    assert path(savings, fixed=1) == [(2, E), (1, E)]
+    assert path(savings, fixed={0}) == [(2, E), (1, E)]
 
 
 def test_long_sequences_keep_attention_first():
     savings = [Saving(1000, 10.0, 100, 5.0)] * 3
     assert path(savings) == [(2, A), (1, A), (0, A), (2, E), (1, E), (0, E)]
-    assert path(savings, fixed=2) == [(2, A), (2, E)]
+    assert path(savings, fixed={0, 1}) == [(2, A), (2, E)]
 
 
 def test_attention_with_the_most_time_per_byte_comes_first():
@@ -164,6 +164,21 @@ def test_levels():
     assert [plan.lower(level) for level in (6, 5, 4, 3, 0)] == [4, 3, 2, 0, 0]
     plan.record(False, 0, 50, (100,))
     assert [plan.max_kept(False, (100,), room, 9) for room in (51, 52, 57, 64, 72, 99)] == [0, 1, 3, 4, 5, 6]
+
+
+def test_layers_that_keep_everything_at_any_level():
+    plan = MemoryPlan([10, 20, 30, 40], (100,), False, [2] * 4, whole={1, 3})
+    assert plan.upgrades == [(2, E), (0, E)] and plan.states[0] == (State.NOTHING, E, State.NOTHING, E)
+    plan.arrange(path([Saving(10, 1.0, 2, 0.9)] * 4, fixed={1, 3}))
+    assert plan.upgrades == [(2, A), (0, A), (2, E), (0, E)]
+    assert [plan.counts(level) for level in (0, 2, 4)] == [(2, 0, 2), (0, 2, 2), (0, 0, 4)]
+    plan.record(False, 0, 150, (100,), forward=5)
+    # A layer more than those is the first to need confirmation.
+    assert plan.max_kept(False, (100,), 1000, 9) == 3 and plan.lower(3) == plan.lower(0) == 0
+    assert [plan.max_kept(False, (100,), room, 9) for room in (100, 152, 189)] == [0, 1, 2]
+    plan.record(False, 3, 183, (100,), forward=38)
+    assert plan.confirmed and plan.factor == pytest.approx(31 / 30)
+    assert plan.max_kept(False, (100,), 1000, 9) == 4
 
 
 def test_attention_needs_no_confirmation_and_one_layer_does():

@@ -25,6 +25,7 @@ from planned_llama import (
     set_level,
 )
 from test_offload import small_tensors_move  # noqa: F401  a fixture
+from test_offload_gpu import run_program
 
 import liger.transformers as lt
 from liger.transformers.checkpointing import offload
@@ -310,3 +311,9 @@ def test_memory_is_written_again_after_its_readers(recorder):
             assert [name for name, _ in uses[1::2]] == ["back"] * len(uses[1::2])
         assert any(entry[:2] == ("copy", "leave") for entry in recorder.log[first:])
     assert planner.store.pool.size == size
+
+
+def test_the_program_for_the_sanitizer_of_streams():
+    """Without a GPU it moves what it says."""
+    result = run_program("", "cpu")
+    assert result.stdout.split() == ["inputs", "attention"], result.stderr[-3000:]

@@ -11,7 +11,18 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 pytest.importorskip("transformers")
 
 import tiny_models
-from planned_llama import FEWEST, MOST, PLENTY, assert_bits, kept, llama
+from planned_llama import (
+    FEWEST,
+    LAYERS,
+    PLENTY,
+    assert_bits,
+    calls_of_layers,
+    kept,
+    llama,
+    measured,
+    result_of,
+    whole_layers,
+)
 from test_offload import INPUT, allow, planned, small_tensors_move  # noqa: F401  a fixture
 from trainer_runs import train
 
@@ -22,12 +33,13 @@ from liger.transformers.checkpointing.checkpoint import planners
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.Module, "compile"), reason="needs torch.compile")
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("what", [pytest.param("model", marks=pytest.mark.slow), "layers"])
-def test_compiled_code_recomputes_and_moves_nothing(what):
+def test_compiled_code_recomputes_and_moves_nothing(what, steps):
     model, expected = llama(), llama()
     planner = planned(model)
     allow(planner, 1)
-    for _ in range(3):
+    for _ in range(steps):
         tiny_models.step(model, **tiny_models.batch())
     if what == "model":
         compiled = torch.compile(model, backend="aot_eager")
@@ -36,11 +48,21 @@ def test_compiled_code_recomputes_and_moves_nothing(what):
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
     before = planner.store.last
+    assert ("offloaded" in planner.summary) and "compiled" not in planner.summary
     ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (compiled, expected))
     tiny_models.assert_same_step(
         (ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), theirs
     )
     assert planner.store.last == before
+    words = "; compiled code runs with this plan and offloads nothing"
+    assert planner.summary.endswith(words) and "offloaded" not in planner.summary
+    # The code that torch.compile has made of the first forward sets this again.
+    planner.is_compiled = False
+    tiny_models.step(compiled, **tiny_models.batch())
+    assert planner.is_compiled
+    if what == "model":
+        tiny_models.step(model, **tiny_models.batch())
+        assert "compiled" not in planner.summary
 
 
 has_offload = pytest.mark.skipif(
@@ -86,16 +108,109 @@ def test_offload_false_turns_it_off():
 
 
 @has_offload
-def test_every_n_layers_is_in_the_report():
+@pytest.mark.usefixtures(whole_layers.__name__)
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "after some steps"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_n_layers(count, when, offloaded):
+    """The layers that it leaves out are never recomputed; of the others a plan keeps what fits."""
+    full, layer = measured()
+    full -= (LAYERS - 1) * INPUT if offloaded else 0
+    model, expected = llama(), llama()
+    if when == "before":
+        model.activation_checkpointing_enable(every_n_layers=2)
+    lt.checkpoint(model, full + (2 + count) * (layer + offloaded * INPUT), offload=offloaded)
+    if when == "after some steps":
+        for _ in range(3):
+            tiny_models.step(model, **tiny_models.batch())
+    if when != "before":
+        model.activation_checkpointing_enable(every_n_layers=2)
+    for number in range(4):
+        calls = calls_of_layers(model) if number == 3 else []
+        assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, expected)))
+        if number == 0:
+            assert kept(model)[1::2] == [True, True] and not kept(model)[0]
+    assert kept(model) == [count == 2, True, count > 0, True]
+    assert calls == [0, 1, 2, 3, *[n for n in (2, 0) if not kept(model)[n]]]
+    report = lt.patch_report(model).checkpointing
+    assert report.startswith(
+        f"{2 - count} of 4 LlamaDecoderLayer recompute all, 0 keep attention, {2 + count} keep all ("
+    )
+    assert report.endswith("; every_n_layers leaves out 2 layers, which keep all")
+    assert "too small" not in report
+
+
+@has_offload
+def test_every_n_layers_that_does_not_fit(capsys):
     model = llama()
-    planned(model)
     model.activation_checkpointing_enable(every_n_layers=2)
+    full, layer = measured()
+    lt.checkpoint(model, full + layer)
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
-    assert sum(kept(model)) == MOST
-    assert lt.patch_report(model).checkpointing.endswith(
-        "; instead of every_n_layers, 2 of 4 layers recomputed"
-    )
+    assert kept(model) == [False, True, False, True]
+    words = "; the memory is too small for 2 layers that keep all, offload=True needs less"
+    assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
+
+
+@has_offload
+def test_every_n_layers_of_a_trainer(tmp_path):
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    expected = train(liger.patch(llama()), tmp_path, **settings)
+    model = lt.checkpoint(liger.patch(llama()), measured()[0])
+    assert train(model, tmp_path, **settings) == expected
+    assert kept(model) == [False, True, False, True]
+
+
+@has_offload
+def test_every_n_layers_that_differ():
+    """A kind of layers without any that a plan may choose counts on the device, where it keeps everything."""
+    model, other = llama(), llama()
+    for each in (model, other):
+        liger.patch(each.model.layers[1::2], verbose=False)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    planner = planned(model, False)
+    for level in (0, 0, 1):
+        allow(planner, level)
+        assert_bits(*(tiny_models.step(m, **tiny_models.batch()) for m in (model, other)))
+        if planner.plan is None:
+            assert sorted(probe.stays for probe in planner.probes.values()) == [False, True]
+    assert planner.plan.states[0] == (0, 2, 0, 2)
+
+
+@has_offload
+@pytest.mark.parametrize("choice", [None, True])
+def test_settings_that_are_taken_back(choice):
+    """The host memory of the entry is given up, the host memory of offload=True stays."""
+    model, expected = llama(), llama()
+    planner = planned(model, choice)
+    for settings in ({}, {"offload": True}, {"offload": True, "every_n_layers": 2}, {}):
+        model.activation_checkpointing_enable(**settings)
+        for _ in range(3):
+            ours, theirs = (tiny_models.step(m, **tiny_models.batch()) for m in (model, expected))
+            assert_bits(ours, theirs)
+        assert planner.store.is_on == bool(choice or settings.get("offload"))
+        assert ("every_n_layers" in planner.summary) == ("every_n_layers" in settings)
+        assert ("offloaded to" in planner.summary) == planner.store.is_on
+    assert choice or planner.store.pool is None
+
+
+@has_offload
+def test_taken_back_between_two_forwards_of_a_step():
+    models = [llama(), llama()]
+    planner = planned(models[0], None)
+    models[0].activation_checkpointing_enable(offload=True)
+    results = []
+    for model in models:
+        first = model(**tiny_models.batch()).loss
+        if model is models[0]:
+            assert planner.store.moved
+            model.activation_checkpointing_enable()
+        loss = first - 0.5 * model(**tiny_models.batch(tokens=7)).loss
+        assert not planner.store.moved
+        loss.backward()
+        results.append(result_of(model, loss.detach()))
+    assert_bits(*results)
 
 
 @has_offload
@@ -224,10 +339,11 @@ def test_a_longer_step_turns_it_on_before_it_runs(monkeypatch):
 @pytest.mark.parametrize("choice", [True, False])
 def test_a_memory_that_is_too_small_for_any_plan(choice, capsys):
     model = llama()
-    lt.checkpoint(model, 1000, offload=choice)
+    weights = sum(p.nbytes for p in model.parameters())
+    lt.checkpoint(model, weights, offload=choice)
     for _ in range(3):
         tiny_models.step(model, **tiny_models.batch())
-    words = "of 0.00 MiB; the memory is too small for full checkpointing"
+    words = f"of {device_memory.size_text(weights)}; the memory is too small for full checkpointing"
     words += "" if choice else ", offload=True needs less"
     assert words in lt.patch_report(model).checkpointing and words in capsys.readouterr().err
 

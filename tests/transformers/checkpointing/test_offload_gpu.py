@@ -144,36 +144,49 @@ def test_copies_overlap():
 PROGRAM = textwrap.dedent("""
     import sys
     import torch
-    from liger.transformers.checkpointing import offload
+    from liger.transformers.checkpointing import offload, planner as planning
     import liger.transformers as lt
     import tiny_models
     from liger.transformers.checkpointing.checkpoint import planners
+    from planned_llama import MOST, attention_path, set_level
 
+    broken, device = sys.argv[1:]
     offload.WORTH_MOVING = 1
-    if sys.argv[1] == "broken":
-        torch.cuda.Stream.wait_event = lambda stream, event: None
-    model = tiny_models.make("llama", "cuda", num_hidden_layers=4, attn_implementation="sdpa")
+    planning.path, planning.hides_copies = attention_path, lambda microseconds, size: True
+    model = tiny_models.make("llama", device, num_hidden_layers=4, attn_implementation="sdpa")
     lt.checkpoint(model, 10**12, offload=True)
     (planner,) = planners(model)
-    planner.allowed = 0
-    for tokens in (11, 8, 11):
-        tiny_models.step(model, **tiny_models.batch("cuda", tokens=tokens))
-    torch.cuda.synchronize()
-    assert planner.store.moved
-    print("done")
+    for part, level in (("inputs", 0), ("attention", MOST)):
+        if part == broken:
+            torch.cuda.Stream.wait_event = lambda stream, event: None
+        for tokens in (11, 8, 11):
+            set_level(model, level)
+            tiny_models.step(model, **tiny_models.batch(device, tokens=tokens))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        store = planner.store
+        assert store.inputs and (store.moved > store.inputs) == (part == "attention"), part
+        assert planner.plan.counts(planner.step.kept)[1] == level, part
+        print(part)
 """)
 
 
-@pytest.mark.parametrize("variant", ["whole", "broken"])
-def test_sanitizer_of_streams(variant):
+def run_program(broken, device, **environment):
+    """The program that moves the inputs of layers, then their attention, too; ``broken``: from which of them
+    on no stream waits."""
+    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, broken, device]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("broken", ["", "inputs", "attention"])
+def test_sanitizer_of_streams(broken):
     """torch's sanitizer finds no kernel without its wait, and finds some where no stream waits."""
-    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, variant], env=environment, capture_output=True, text=True, check=False
-    )
+    result = run_program(broken, "cuda", TORCH_CUDA_SANITIZER="1")
     found = "CSAN detected" in result.stdout + result.stderr
-    assert found == (variant == "broken"), result.stderr[-3000:]
-    assert found or result.stdout.endswith("done\n"), result.stderr[-3000:]
+    assert found == bool(broken), result.stderr[-3000:]
+    done = {"": ["inputs", "attention"], "inputs": [], "attention": ["inputs"]}
+    assert result.stdout.split()[: len(done[broken])] == done[broken], result.stderr[-3000:]
 
 
 def test_memory_of_the_host_that_cannot_be_pinned(monkeypatch):

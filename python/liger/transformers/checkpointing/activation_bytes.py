@@ -16,6 +16,10 @@ class Probe:
     So the step needs no more device memory than one in which the layer is recomputed: its activations exist
     in the forward alone, where no other layer is recomputed. On the CPU they are not copied.
 
+    Args:
+        layer: the module.
+        stays: whether it keeps what it saves on the device: without a plan, the layer would do so, too.
+
     Attributes:
         bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and
             without what its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once.
@@ -26,8 +30,8 @@ class Probe:
 
     is_planned = True
 
-    def __init__(self, layer):
-        self.layer, self.bytes, self.tokens = layer, 0, 0
+    def __init__(self, layer, stays=False):
+        self.layer, self.stays, self.bytes, self.tokens = layer, stays, 0, 0
         self.attention = Counter()
 
     def __call__(self, function, *args, **kwargs):
@@ -47,7 +51,8 @@ class Probe:
                 if leaf.numel() and _address(leaf) not in outside | weights:
                     storages[_address(leaf)] = leaf.untyped_storage()
             stays = (
-                type(x) is not torch.Tensor
+                self.stays
+                or type(x) is not torch.Tensor
                 or x.layout is not torch.strided
                 or x.device.type == "cpu"
                 or _address(x) in weights

@@ -5,6 +5,15 @@ import torch
 import torch.distributed as dist
 
 
+def check(group):
+    """Raises TypeError for an argument ``group`` that is no process group of this rank."""
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "liger.transformers.checkpoint: group must be a process group of this rank or None, not "
+            f"{type(group).__name__}"
+        )
+
+
 class Agreement:
     """All-reduces a few integers over the ranks of a group; returns them without torch.distributed.
 
@@ -50,16 +59,44 @@ class Agreement:
         return tensor.tolist()
 
     def _join(self):
+        ranks = dist.get_process_group_ranks(self._given or dist.group.WORLD)
+        _call_roll(ranks)
         self.joined, self._group, self._device = True, self._given, torch.device("cpu")
-        if "gloo" in dist.get_backend(self._given) or "cpu:" in dist.get_backend(self._given):
-            return
         if dist.is_gloo_available():
-            ranks = dist.get_process_group_ranks(self._given or dist.group.WORLD)
+            # Not the given group: DDP would meet these collectives if a rank left one out.
             self._group = dist.new_group(
                 ranks, backend="gloo", use_local_synchronization=self._given is not None
             )
         else:
             self._device = torch.device("cuda", torch.cuda.current_device())
+
+
+def _call_roll(ranks):
+    """Raises ValueError unless all ranks call this as often as this rank within :func:`_patience`.
+
+    By the store of the default group, which waits in any backend and says who is missing.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    counter = f"liger.transformers.checkpoint {ranks} {rank}"
+    number = store.add(counter, 1)
+    names = {other: f"liger.transformers.checkpoint {ranks} {other} {number}" for other in ranks}
+    store.set(names[rank], "")
+    try:
+        store.wait(list(names.values()), _patience(store))
+    except dist.DistStoreError:
+        missing = [other for other, name in names.items() if not store.check([name])]
+        store.delete_key(names[rank])
+        store.add(counter, -1)
+        raise ValueError(
+            f"liger.transformers.checkpoint: the ranks {missing} have not come to the first step of a plan, and rank "
+            f"{rank} has waited for {_patience(store).total_seconds():g} seconds; call it on all ranks, or give the "
+            "ranks that call it a process group of their own, as group="
+        ) from None
+
+
+def _patience(store):
+    """Less than other ranks wait in a collective: their error would end the program without that sentence."""
+    return store.timeout / 2
 
 
 def _initialised():

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
+from ..._core.op.autocast import autocast_operands
 from ..recipe import trials
 from ..recipe.local import Local
 from ..recipe.rename import rename_global, uses_global
@@ -34,8 +35,11 @@ observed = _observer.holding
 class SDPA:
     """A call of torch's scaled_dot_product_attention."""
 
+    name = "SDPA"
+
     def __init__(self, query, key, value, mask, dropout, is_causal, scale, enable_gqa):
-        self.tensors = [query, key, value, mask]
+        # In autocast SDPA casts them: it chooses the kernel for the copies, and its node saves the copies.
+        self.tensors = list(autocast_operands(query, key, value, mask))
         self.dropout, self.is_causal, self.scale, self.enable_gqa = dropout, is_causal, scale, enable_gqa
         self.kernel, self._inputs = None, None
 
@@ -96,8 +100,8 @@ class Function:
 
     kernel = None
 
-    def __init__(self, function, args, kwargs):
-        self.function, self.args, self.kwargs = function, args, kwargs
+    def __init__(self, name, function, args, kwargs):
+        self.name, self.function, self.args, self.kwargs = name, function, args, kwargs
         self.dropout = kwargs.get("dropout") or 0.0
 
     def plain(self):
@@ -132,7 +136,7 @@ def intercept(layer):
     for table, name in _named(layer):
         function = table[name]
         if not hasattr(function, "_liger_original"):
-            replaced = _intercepting(function)
+            replaced = _intercepting(name, function)
             if name in getattr(table, "_local_mapping", {}):
                 table[name] = replaced
             else:
@@ -152,7 +156,7 @@ def _named(layer):
             yield table, name
 
 
-def _intercepting(function):
+def _intercepting(name, function):
     inside = _with_sdpa(function)
 
     @functools.wraps(function)
@@ -163,7 +167,7 @@ def _intercepting(function):
             return inside(*args, **kwargs)
         observer = _observer.value
         with observed(None):
-            return observer.attend(Function(function, args, kwargs))
+            return observer.attend(Function(name, function, args, kwargs))
 
     attention._liger_original = function
     return attention

@@ -11,6 +11,7 @@ from torch import nn
 from ..recipe.classes import require_module
 from . import decoder_layers, device_memory
 from .agreement import Agreement
+from .agreement import check as check_group
 from .offload import HostStore
 from .offload import check as check_offload
 from .planner import Planner
@@ -61,10 +62,12 @@ def checkpoint(
         The same model.
 
     Raises:
-        TypeError: model is not a module, or memory, offload or tokens have another type.
-        ValueError: memory, offload or tokens out of range, or more host memory than there is; memory not in
-            bytes without a CUDA device (for a model on the CPU of a machine with one: in the first step); a
-            model without decoder layers; in the first step, ranks with different numbers of layers.
+        TypeError: model is not a module, or memory, offload, tokens or group have another type.
+        ValueError: memory, offload or tokens out of range, or more host memory than there is; other
+            arguments with memory=None; memory not in bytes without a CUDA device; a model without decoder
+            layers, or with torch's CheckpointWrapper around them. In the first step: such a wrapper; memory
+            not in bytes for a model on the CPU; memory below the bytes of the parameters; ranks with
+            different numbers of layers, or without a plan.
 
     Example::
 
@@ -74,7 +77,15 @@ def checkpoint(
     require_module("liger.transformers.checkpoint", model)
     if memory is not None:
         device_memory.check(memory)
+    else:
+        given = {"offload": offload, "tokens": tokens, "group": group}
+        words = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        if words:
+            raise ValueError(
+                f"liger.transformers.checkpoint: memory=None ends a plan, and {words} belongs to one"
+            )
     check_offload(offload)
+    check_group(group)
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
         raise TypeError(
             f"liger.transformers.checkpoint: tokens must be an int or None, not {type(tokens).__name__}"
@@ -89,6 +100,7 @@ def checkpoint(
                 f"liger.transformers.checkpoint: {type(model).__name__} has no decoder layers; looked for a list of "
                 "transformers' GradientCheckpointingLayer or of modules whose class is named ...Layer or ...Block"
             )
+        decoder_layers.check_wrappers(model, layers)
         Planner(model, layers, memory, tokens, Agreement(group), HostStore(offload))
     return model
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..recipe.classes import recipe_of
 from .kept_attention import KeptAttention, refusal_of
-from .memory_plan import State
+from .memory_plan import State, first_states
 from .offload import Offloaded
 
 # Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the
@@ -24,6 +24,8 @@ READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MISSING = "missing"
+# The child of torch's wrappers of torch.distributed.algorithms._checkpoint.
+_WRAPPED = "_checkpoint_wrapped_module"
 # Attribute of a layer with the function by which the user recomputes it.
 _RECOMPUTE = "_liger_recompute"
 
@@ -64,6 +66,19 @@ def _size(layer):
     return sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters())
 
 
+def check_wrappers(model, layers):
+    """Raises ValueError if torch's CheckpointWrapper or OffloadWrapper is around a layer or inside of one."""
+    parts = {id(part) for layer in layers for part in layer.modules()}
+    for module in model.modules():
+        if _WRAPPED in module._modules and any(id(part) in parts for part in module.modules()):
+            wrapper, inner = (type(m).__name__ for m in (module, module._modules[_WRAPPED]))
+            raise ValueError(
+                f"liger.transformers.checkpoint: torch's {wrapper} is around {inner} and does its work in every step, "
+                "whatever a plan chooses; leave out apply_activation_checkpointing, and activation_checkpointing of "
+                "the Trainer's fsdp_config"
+            )
+
+
 def kind(layer):
     """A key of layers with equally large activations: classes, patches, shapes and dtypes of parts."""
     parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
@@ -81,13 +96,14 @@ class Switches:
 
     def __init__(self, model, layers, store):
         self.layers, self.store, self._states = layers, store, None
-        self._nothing = (State.NOTHING,) * len(layers)
+        # The numbers of layers that every_n_layers leaves out: they keep everything in any plan.
+        self.whole: frozenset[int] = frozenset()
         # Of each layer, whether attention that it keeps leaves the device.
         self.leaving = [False] * len(layers)
         # Of each layer, whether torch's selective checkpointing keeps it.
         self.selective = [False] * len(layers)
-        # What the model had asked for in words, where a plan does something else.
-        self.replaced = ""
+        # Whether the store is on because transformers' activation_checkpointing_enable has asked for it.
+        self._asked = False
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
@@ -112,8 +128,8 @@ class Switches:
         return bool(self._wrapped)
 
     def turn(self, states=None):
-        """Sets what each layer keeps; None: nothing."""
-        states = self._nothing if states is None else states
+        """Sets what each layer keeps; None: nothing, but for the layers that are ``whole``."""
+        states = tuple(first_states(len(self.layers), self.whole)) if states is None else states
         # Other code that turns checkpointing on or off does so for all layers.
         if states == self._states and all(map(self._is_set, (self.layers[0], self.layers[-1]))):
             return
@@ -147,14 +163,20 @@ class Switches:
         return True
 
     def read(self):
-        """Reads what transformers' activation_checkpointing_enable has set since: ``every_n_layers`` and
-        ``offload``, which turns the store on. Returns whether it did."""
+        """Reads what transformers' activation_checkpointing_enable has set since: ``every_n_layers``, and
+        ``offload``, which turns the store on or off. Returns whether that is a change."""
         if self._is_set(self.layers[0]):
             return False
+        before = self.whole, self.store.is_on
         flags = [vars(layer).get(FLAG) for layer in self.layers]
-        if True in flags and False in flags:
-            self.replaced = f"every_n_layers, {flags.count(True)} of {len(flags)} layers recomputed"
-        return _offloads(vars(self.layers[0]).get(FUNCTION)) and self.turn_on()
+        # False for all layers turns checkpointing off: the plan goes on.
+        self.whole = frozenset(n for n, flag in enumerate(flags) if flag is False and True in flags)
+        if _offloads(vars(self.layers[0]).get(FUNCTION)):
+            self._asked = self.turn_on() or self._asked
+        elif self._asked:
+            self._asked, self._states = False, None
+            self.store.turn_off()
+        return (self.whole, self.store.is_on) != before
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""

@@ -35,6 +35,21 @@ def check(memory):
         raise ValueError(f"{name} must be in bytes without a CUDA device, got {memory!r}")
 
 
+def check_parameters(memory, model, device):
+    """Raises ValueError if the parameters of a model on a device, as far as they are in the memory of this
+    rank, need more than a ``memory`` that is not "auto"."""
+    if isinstance(memory, str):
+        return
+    limit = memory if isinstance(memory, int) else int(memory * torch.cuda.mem_get_info(device)[1])
+    tensors = (t for parameter in model.parameters() for t in plain_tensors(parameter) if t.device == device)
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    if size > limit:
+        raise ValueError(
+            f"liger.transformers.checkpoint: memory is {limit} bytes, and the parameters of {type(model).__name__} on "
+            f"{device} alone take {size} bytes"
+        )
+
+
 class CudaMemory:
     """Allocated bytes by the statistics of the caching allocator.
 

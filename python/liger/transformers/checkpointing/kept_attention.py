@@ -265,10 +265,11 @@ class Counter:
         flops: of all calls.
         refusal: the reason why a call keeps nothing, or None.
         is_selective: whether only torch's selective checkpointing can keep it.
+        way: how it is kept, in words.
     """
 
     def __init__(self):
-        self.is_selective = False
+        self.is_selective, self.way = False, ""
         self.bytes = self.movable = self.flops = 0
         self.refusal: str | None = (
             "its attention is neither called through transformers' attention interface nor a fused kernel of SDPA"
@@ -282,6 +283,7 @@ class Counter:
         self.refusal = call.refusal()
         if self.refusal is not None:
             return call.plain()
+        self.way = call.name
         inputs, kept = call.inputs(), {}
         outside = {_address(t) for t in inputs if t is not None}
         pack_around, unpack_around = _hooks()
@@ -312,6 +314,7 @@ class _Kernels(TorchDispatchMode):
         if func in _KERNELS:
             counter, (query, key) = self.counter, args[:2]
             counter.refusal, counter.is_selective = None, True
+            counter.way = "torch's selective checkpointing"
             counter.bytes += sum(
                 leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
             )

@@ -65,7 +65,7 @@ class Saving:
     leaving: int = 0
 
 
-def path(savings, fixed=0):
+def path(savings, fixed=()):
     """The upgrades that a growing plan makes, one layer at a time: (number of the layer, its new state).
 
     Attention comes first in each layer in which it spares much more time per byte of the device than the
@@ -73,12 +73,18 @@ def path(savings, fixed=0):
 
     Args:
         savings: a :class:`Saving` per layer.
-        fixed: the number of layers at the start that keep nothing.
+        fixed: the numbers of layers that stay as they are.
     """
-    first = [n for n in range(len(savings)) if n >= fixed and _attention_first(savings[n])]
+    free = [n for n in range(len(savings)) if n not in fixed]
+    first = [n for n in free if _attention_first(savings[n])]
     first.sort(key=lambda n: (savings[n].attention_time / savings[n].attention_bytes, n), reverse=True)
-    whole = [(n, State.EVERYTHING) for n in reversed(range(fixed, len(savings)))]
+    whole = [(n, State.EVERYTHING) for n in reversed(free)]
     return [(n, State.ATTENTION) for n in first] + whole
+
+
+def first_states(count, whole):
+    """What each layer keeps before any upgrade; ``whole``: the numbers of layers that keep everything."""
+    return [State.EVERYTHING if number in whole else State.NOTHING for number in range(count)]
 
 
 def _attention_first(saving):
@@ -97,10 +103,12 @@ class MemoryPlan:
         exact: whether the counts need no confirmation.
         attention: bytes of the attention of each layer alone.
         leaving: the part of them that leaves the device.
+        whole: the numbers of layers that keep everything at any level.
     """
 
-    def __init__(self, costs, load, exact=False, attention=None, leaving=None):
+    def __init__(self, costs, load, exact=False, attention=None, leaving=None, whole=()):
         nothing = [0] * len(costs)
+        self.whole = whole
         self.layers = list(costs), list(attention or nothing), list(leaving or nothing)
         self.load = tuple(load)
         self.factor = 1.0 if exact else UNCONFIRMED
@@ -114,7 +122,7 @@ class MemoryPlan:
         self.forwards = {}
         # (phase, level) of peaks that outdate() has marked; of peaks of steps that count what layers save.
         self.outdated, self.counting = set(), set()
-        self.arrange(path([Saving(cost, 1.0) for cost in costs]))
+        self.arrange(path([Saving(cost, 1.0) for cost in costs], whole))
 
     def arrange(self, upgrades):
         """Sets the path. With another one than before, measurements above level 0 mean nothing."""
@@ -124,7 +132,7 @@ class MemoryPlan:
         for measured in (*self.peaks.values(), *self.estimates.values(), self.forwards):
             for level in [level for level in measured if level]:
                 del measured[level]
-        states = [State.NOTHING] * len(self.layers[0])
+        states = first_states(len(self.layers[0]), self.whole)
         self.states = [tuple(states)]
         for number, state in upgrades:
             states[number] = state
@@ -165,7 +173,7 @@ class MemoryPlan:
 
     def lower(self, level):
         """The highest level with at least the bytes of a layer, or all, less."""
-        most = max(self.cost(level) - self.layer, 0)
+        most = max(self.cost(level) - self.layer, self.cost(0))
         return max(lower for lower in range(level + 1) if self.cost(lower) <= most)
 
     def ratio(self, load):
@@ -240,8 +248,8 @@ class MemoryPlan:
         self.load = tuple(load)
 
     def _confirm(self, peaks, forwards):
-        wholes = [self.costs[level][0] for level in forwards]
-        if not self.confirmed and 0 in wholes and any(wholes):
+        wholes = {self.costs[level][0] for level in forwards}
+        if not self.confirmed and self.costs[0][0] in wholes and len(wholes) > 1:
             self.confirmed, self.factor = True, 1.0
         if not self.confirmed:
             return
@@ -284,7 +292,7 @@ class MemoryPlan:
         memory of one layer only.
         """
         for kept in range(min(allowed, len(self.upgrades)), 0, -1):
-            if self.confirmed or self.counts(kept)[State.EVERYTHING] <= 1:
+            if self.confirmed or self.counts(kept)[State.EVERYTHING] <= len(self.whole) + 1:
                 need = self.need(phase, kept, load)
                 if need is not None and need + shortage(kept) <= room:
                     return kept

@@ -114,6 +114,11 @@ class HostStore:
         self.is_on = self.is_on or turned
         return turned
 
+    def turn_off(self):
+        """Takes back :meth:`turn_on`; host memory is free when the graphs that use it are."""
+        self.flush()
+        self._reset()
+
     # --- forward --------------------------------------------------------------------------------------------
 
     def begin(self, is_new_step=True):

@@ -33,9 +33,9 @@ class Planner:
         self.model, self.layers, self.memory, self.tokens = model, layers, memory, tokens
         self.agreement, self.store = agreement, store
         self.switches = decoder_layers.Switches(model, layers, store)
-        # The highest level of the plan, and the first layers that keep nothing at any level.
+        # The highest level of the plan, and the numbers of layers that keep nothing at any level.
         self.allowed = sys.maxsize
-        self.fixed = int(decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped)
+        self.fixed = {0} if decoder_layers.READS_BEFORE_HOOKS and not self.switches.has_wrapped else set()
         self.meter: Any = None
         self.plan: MemoryPlan | None = None
         self.step: Step | None = None
@@ -44,8 +44,11 @@ class Planner:
         # Of each layer, by this rank; and whether all ranks have agreed on the path of the plan.
         self.savings: list[Saving] = []
         self.is_arranged = False
-        # The reason why no layer can keep its attention alone.
-        self.refusal: str | None = None
+        # Whether the last forward was compiled code.
+        self.is_compiled = False
+        # Of each layer: how it keeps attention, and the reason why it cannot keep its attention alone.
+        self.ways: list[str] = []
+        self.refusals: list[str | None] = []
         self.longest: list[int] = []
         # Of the activations between the layers.
         self.dtype: torch.dtype | None = None
@@ -80,8 +83,13 @@ class Planner:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, layer, args, kwargs):
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return  # Compiled code must not depend on measurements; a backward recomputes the layer.
+        if torch.compiler.is_compiling():
+            # Compiled code must not depend on measurements. It sets this whenever it runs.
+            self.is_compiled = True
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # A backward recomputes the layer.
+        self.is_compiled = False
         if not (layer.training and torch.is_grad_enabled()):
             if layer.training and decoder_layers.READS_BEFORE_HOOKS:
                 self.switches.turn()  # Replaces reentrant checkpoints, which hide the steps.
@@ -118,7 +126,8 @@ class Planner:
         if self.step.is_measured and self.step.forwards == 1:
             # Layers that count their activations have not stored their input, as a checkpoint does.
             # Of these inputs one at most would be on the device with offload.
-            missing = min(len(self.probes), 1 if self.store.is_on else len(self.layers)) * hidden.nbytes
+            counting = sum(not probe.stays for probe in self.probes.values())
+            missing = min(counting, 1 if self.store.is_on else counting) * hidden.nbytes
             self.step.after_forward = self.meter.read()[0]
             self.step.forward_bytes = self.step.after_forward - self.step.start + missing
         hook = BackwardHook(self.step, self.meter)
@@ -128,10 +137,14 @@ class Planner:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def _begin(self, hidden):
+        decoder_layers.check_wrappers(self.model, self.layers)
+        self.agreement.check_same(len(self.layers))
         if hidden.device.type == "cuda":
-            self.meter = device_memory.CudaMemory(self.memory, hidden.device)
+            meter = device_memory.CudaMemory(self.memory, hidden.device)
         else:
-            self.meter = device_memory.CountedMemory(self.memory, self.model)
+            meter = device_memory.CountedMemory(self.memory, self.model)
+        device_memory.check_parameters(self.memory, self.model, hidden.device)
+        self.meter = meter
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
         # The statistics describe one device. Offloaded parameters are on the CPU.
@@ -142,7 +155,6 @@ class Planner:
         self.sees_gradients = bool(self.trained) and not hasattr(self.trained[0], "ds_id")
         modules = self.layers[0].modules()
         settings = (getattr(module, "config", None) for module in modules)
-        self.agreement.check_same(len(self.layers))
         self.is_timed = hidden.is_cuda
         for layer in self.layers:
             intercept(layer)
@@ -251,13 +263,14 @@ class Planner:
     def _make_plan(self, kinds, step):
         """Costs and times by the probes and timers of the last step."""
         measured = {kind: timer.microseconds() for kind, timer in self.timers.items()}
-        refusal = self.switches.refusal()
+        refusal, whole = self.switches.refusal(), self.switches.whole
+        planned = {kind for number, kind in enumerate(kinds) if number not in whole}
         # A layer that keeps everything has its input on the device.
         inputs = step.inputs if self.store.is_on else 0
         savings = {}
         for kind, probe in self.probes.items():
             # All times in one unit: one kind without a measurement leaves the estimates to decide.
-            is_measured = all(map(measured.get, self.probes))
+            is_measured = kind in planned and all(map(measured.get, planned))
             counter = probe.attention
             times = measured[kind] if is_measured else estimated(probe.layer, probe.tokens, counter.flops)
             kept = 0 if refusal or counter.refusal else counter.bytes
@@ -265,14 +278,15 @@ class Planner:
             is_hidden = not is_measured or hides_copies(times[0], copied)
             leaving = counter.movable if kept and self.store.is_on and is_hidden else 0
             savings[kind] = Saving(probe.bytes + inputs, times[0], kept, times[1], leaving)
-        self.switches.selective = [self.probes[kind].attention.is_selective for kind in kinds]
-        refusals = [probe.attention.refusal for probe in self.probes.values()]
-        self.refusal = refusal or (refusals[0] if all(refusals) else None)
+        counters = [self.probes[kind].attention for kind in kinds]
+        self.switches.selective = [counter.is_selective for counter in counters]
+        self.ways = [counter.way for counter in counters]
+        self.refusals = [refusal or counter.refusal for counter in counters]
         self.savings = [savings[kind] for kind in kinds]
         sizes = ((saving.bytes, saving.attention_bytes, saving.leaving) for saving in self.savings)
         costs, attention, leaving = zip(*sizes, strict=True)
         self.switches.leaving = list(map(bool, leaving))
-        self.plan = MemoryPlan(costs, step.load, self.meter.exact, attention, leaving)
+        self.plan = MemoryPlan(costs, step.load, self.meter.exact, attention, leaving, whole)
         self.largest_cost = max(costs) - inputs
         self.probes, self.timers = {}, {}
 
@@ -281,16 +295,17 @@ class Planner:
         numbers = (
             (
                 *(s.bytes, round(s.time), s.attention_bytes, round(s.attention_time)),
-                *(s.attention_bytes - s.leaving, not s.attention_bytes),
+                *(s.attention_bytes - s.leaving, not s.attention_bytes, n in self.plan.whole),
             )
-            for s in self.savings
+            for n, s in enumerate(self.savings)
         )
         agreed = iter(self.agreement.largest(itertools.chain.from_iterable(numbers)))
+        rows = list(zip(*[agreed] * 7, strict=True))
         savings = [
             Saving(whole, time, 0 if is_refused else attention, of_attention, attention - staying)
-            for whole, time, attention, of_attention, staying, is_refused in zip(*[agreed] * 6, strict=True)
+            for whole, time, attention, of_attention, staying, is_refused, _ in rows
         ]
-        self.plan.arrange(path(savings, self.fixed))
+        self.plan.arrange(path(savings, self.fixed | {n for n, row in enumerate(rows) if row[-1]}))
         self.is_arranged = True
 
     def _choose(self, step, hidden):
@@ -357,15 +372,18 @@ class Planner:
 
     def _probe(self):
         """One layer of each kind counts what it saves; on a GPU another one is timed."""
-        for layer in reversed(self.layers):
-            kind = decoder_layers.kind(layer)
+        whole = self.switches.whole
+        for number in sorted(reversed(range(len(self.layers))), key=whole.__contains__):
+            kind = decoder_layers.kind(self.layers[number])
             if kind not in self.probes:
-                self.probes[kind] = Probe(layer)
+                self.probes[kind] = Probe(self.layers[number], stays=number in whole)
         counted = [probe.layer for probe in self.probes.values()]
         for probe in self.probes.values():
             self.switches.use(probe.layer, probe)
         # The first layers come last in the backward, when all kernels of a layer have been loaded.
-        for layer in self.layers[self.fixed :] if self.is_timed else []:
+        for number, layer in enumerate(self.layers):
+            if not self.is_timed or number in self.fixed | whole:
+                continue
             kind = decoder_layers.kind(layer)
             if kind not in self.timers and all(layer is not other for other in counted):
                 self.timers[kind] = LayerTimer(decoder_layers.checkpointing_of(layer))
