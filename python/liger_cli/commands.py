@@ -99,7 +99,9 @@ def _plan(parser):
         type=size(2**50, "a number of bytes"),
         help="bytes that a step may allocate at its peak, for example 60G (default: 92 percent of the --gpu's)",
     )
-    parser.add_argument("--gpu", type=str.lower, choices=list(GPUS), help="for its memory and its speed")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=list(GPUS), help="for its memory, and its speed with 16 bits"
+    )
     parser.add_argument(
         "--optimizer",
         choices=list(OPTIMIZERS),

@@ -95,7 +95,8 @@ def _step(model, arguments, dtype, head_peak):
             batch_tokens = max(result["batch"], 1) * length
         device, host = (count * batch_tokens for count in step.kept(way))
         result |= {"kept": device, "host": host, "peak": step.peak(way, batch_tokens)}
-        if gpu is not None:
+        # The rates of GPUs are for 16 bits.
+        if gpu is not None and dtype.itemsize == 2:
             result["tokens_per_second"] = batch_tokens / step.seconds(way, batch_tokens, length, gpu)
         found.append(result)
     return {
