@@ -69,9 +69,9 @@ checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its 
 With --length also what fits into --memory, or into a --gpu with 8 percent left free: for each way to recompute layers
 the largest batch of sequences of that length, the peak of its step on one GPU, what waits in host memory, and with
 --gpu about how many tokens a second it trains, where the host keeps up. With --tokens instead: a step of that size.
-Checkpoints, attention that is kept and offload are those of liger.transformers.checkpoint, which chooses among them;
-released gradients are liger.transformers.release_gradients. All weights train, in --dtype, or with --lora float32
-adapters on all linear layers.
+liger.transformers.checkpoint chooses among checkpoints, attention that is kept, and offload; gradients are released by
+liger.transformers.release_gradients. All weights train, in --dtype, or with --lora float32 adapters on all linear
+layers.
 """
 
 

@@ -110,20 +110,20 @@ def test_plans_are_as_measured(step):
         assert_as_measured(made, way, cell, gpu, tokens, length)
         found["released" if way.released else "offload" if way.offload else "plain"] += 1
         if "moved_bytes" in cell:
-            assert made.kept(way)[1] * tokens == cell["moved_bytes"]
+            assert made.kept(way)[1] * tokens == pytest.approx(cell["moved_bytes"], rel=MEMORY), cell
     assert found["plain"] >= 6 and found["offload"] >= 4 and found["released"] >= 2
 
 
 @pytest.mark.parametrize(
-    ("experiment", "settings", "fewest"), [("E2", LLAMA_8B, 3), ("E3", LLAMA_1B, 3), ("E4", LLAMA_1B, 3)]
+    ("experiment", "settings", "least"), [("E2", LLAMA_8B, 3), ("E3", LLAMA_1B, 3), ("E4", LLAMA_1B, 3)]
 )
-def test_steps_with_full_checkpointing_are_as_measured(experiment, settings, fewest, step):
+def test_steps_with_full_checkpointing_are_as_measured(experiment, settings, least, step):
     made = step(settings)
     speeds = [
         assert_as_measured(made, full(made.layers.count), cell, gpu, *shape(cell))
         for cell, gpu in measured(experiment)
     ]
-    assert sum(speeds) >= fewest
+    assert sum(speeds) >= least
 
 
 def test_peaks_of_other_optimizers_and_of_adapters_are_as_measured(step):

@@ -64,6 +64,8 @@ def run(arguments, dtype, head_peak):
         print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
     if step:
         print("\nBeyond that: CUDA's context, the allocator's fragments, a layer's small temporaries.")
+        if "tokens_per_second" in step["ways"][0]:
+            print("The speeds are for a host that keeps up with the GPU.")
         if any(way.get("batch") == 0 for way in step["ways"]):
             print("Where the largest batch is 0, the row is of a batch of 1, which does not fit.")
     return 0
@@ -109,7 +111,7 @@ def _step(model, arguments, dtype, head_peak):
 
 
 def _free(gpu):
-    """Bytes of a GPU that a plan of liger.transformers.checkpoint uses, where it leaves the most free."""
+    """Bytes of a GPU without the largest part that a plan of liger.transformers.checkpoint leaves free."""
     from ..transformers.checkpointing.device_memory import MAX_HEADROOM
 
     return int(gpu.memory * (1 - MAX_HEADROOM) * 2**30)
