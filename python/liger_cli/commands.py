@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .arguments import budget, capability, positive, size
 from .demo_sizes import SIZES
+from .devices import DEFAULT_OPTIMIZER, GPUS, OPTIMIZERS
 
 # Names of dtypes, as ``liger plan`` takes them.
 DTYPES = {
@@ -64,8 +65,13 @@ backward, because they fit the budget, and four elsewhere.
 With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
 with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
 checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
-With --tokens also the peak of a step on one GPU: weights, these activations, the lm_head, and where all weights are
-trained their gradients and AdamW's two moments, everything in --dtype.
+
+With --length also what fits into --memory, or into a --gpu with 8 percent left free: for each way to recompute layers
+the largest batch of sequences of that length, the peak of its step on one GPU, what waits in host memory, and with
+--gpu about how many tokens a second it trains, where the host keeps up. With --tokens instead: a step of that size.
+liger.transformers.checkpoint chooses among checkpoints, attention that is kept, and offload; gradients are released by
+liger.transformers.release_gradients. All weights train, in --dtype, or with --lora float32 adapters on all linear
+layers.
 """
 
 
@@ -81,7 +87,28 @@ def _plan(parser):
         "--model",
         metavar="NAME_OR_CONFIG",
         help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
-        " token; a model of the Hub, a folder or a config.json. With --tokens also the peak of a step",
+        " token; a model of the Hub, a folder or a config.json. With --length, --tokens a step of it",
+    )
+    parser.add_argument(
+        "--length",
+        type=size(2**28),
+        help="with --model: tokens of a sequence, for example 8192 or 8K; plans the largest batch that fits",
+    )
+    parser.add_argument(
+        "--memory",
+        type=size(2**50, "a number of bytes"),
+        help="bytes that a step may allocate at its peak, for example 60G (default: 92 percent of the --gpu's)",
+    )
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=list(GPUS), help="for its memory, and its speed with 16 bits"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        help=f"by its name in transformers' TrainingArguments(optim=) (default: {DEFAULT_OPTIMIZER})",
+    )
+    parser.add_argument(
+        "--lora", type=positive, metavar="RANK", help="adapters on all linear layers, and frozen weights"
     )
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``liger plan --model``: the activations of a patched model in bytes per token, from its configuration."""
+"""``liger plan --model``: what a patched model saves for the backward, and what batch fits, from its
+configuration."""
 
 import json
 import ssl
@@ -11,14 +12,16 @@ from pathlib import Path
 import torch
 
 import liger
+from liger_cli.devices import DEFAULT_OPTIMIZER, GPUS, OPTIMIZERS
 
 from ._format import human_bytes, table
 from ._quiet import quiet_patching
 
 
-def run(name, dtype, tokens, as_json, head_peak):
-    """Prints the tables of a model; returns the exit code. ``head_peak(tokens, hidden, vocab, dtype,
-    is_trained)``: bytes of the lm_head and its loss."""
+def run(arguments, dtype, head_peak):
+    """Prints the table of a model or of its step; returns the exit code. ``head_peak(tokens, hidden, vocab,
+    dtype, is_trained)``: bytes of the lm_head and its loss."""
+    name = arguments.model
     try:
         _refuse_unknown(name)
         from ..transformers.checkpointing import saved_bytes
@@ -26,8 +29,8 @@ def run(name, dtype, tokens, as_json, head_peak):
         model = _model(name)
         with quiet_patching():
             rows = saved_bytes.saved_in_layers(liger.patch(model, verbose=False), dtype)
-        layer_bytes = saved_bytes.recomputed_layers(model, dtype)
         others = saved_bytes.uncounted_layers(model)
+        step = _step(model, arguments, dtype, head_peak)
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "huggingface_hub"):
             raise
@@ -37,107 +40,105 @@ def run(name, dtype, tokens, as_json, head_peak):
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
     plain, recompute = sum(row.plain for row in rows), sum(row.recompute for row in rows)
-    adapters = saved_bytes.saved_with_adapters(rows)
-    step = {} if tokens is None else _step(model, dtype, tokens, head_peak)
-    if step:
-        step["checkpointed"] = _checkpointed(step, layer_bytes, tokens)
-    if as_json:
+    if arguments.json:
         result = step | {
             "rows": [vars(row) for row in rows],
             "plain": plain,
             "recompute": recompute,
-            "adapters": adapters,
             "uncounted_layers": others,
         }
         print(json.dumps(result, indent=2))
         return 0
-    lines = [(row.part, row.tensor, f"{row.plain:,}", f"{row.recompute:,}") for row in rows]
-    lines.append(("these layers" if others else "all layers", "", f"{plain:,}", f"{recompute:,}"))
     layers = model.config.get_text_config().num_hidden_layers
     counted = f"{layers - others.total()} of {layers}" if others else layers
-    print(
-        f"{model.config.model_type}, {counted} layers, {str(dtype).removeprefix('torch.')}: saved bytes per token\n"
-    )
-    print(table(lines, header=("part", "tensors", "liger.patch", "recompute=True")))
+    title = f"{model.config.model_type}, {counted} layers, {str(dtype).removeprefix('torch.')}"
+    if step:
+        print(f"{title}, {_step_title(step, arguments)}\n\n{_step_table(step)}")
+    else:
+        lines = [(row.part, row.tensor, f"{row.plain:,}", f"{row.recompute:,}") for row in rows]
+        lines.append(("these layers" if others else "all layers", "", f"{plain:,}", f"{recompute:,}"))
+        print(f"{title}: saved bytes per token\n")
+        print(table(lines, header=("part", "tensors", "liger.patch", "recompute=True")))
     if others:
         names = ", ".join(f"{count} x {name}" for name, count in others.items())
         print(f"\nnot counted: {names}, not x + attention(norm(x)) followed by a norm and an MLP")
     if step:
-        print(f"\n{_step_table(step, tokens, (plain, recompute), adapters)}")
-        print(f"\n{_checkpointed_table(step['checkpointed'])}")
-        print(
-            "\nBeyond that: adapters, a layer's other temporaries, CUDA's context, the allocator's fragments."
-        )
+        print("\nBeyond that: CUDA's context, the allocator's fragments, a layer's small temporaries.")
+        if "tokens_per_second" in step["ways"][0]:
+            print("The speeds are for a host that keeps up with the GPU.")
+        if any(way.get("batch") == 0 for way in step["ways"]):
+            print("Where the largest batch is 0, the row is of a batch of 1, which does not fit.")
     return 0
 
 
-def _step(model, dtype, tokens, head_peak):
-    """Bytes of a training step apart from the activations of the layers."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    text = model.config.get_text_config()
-    hidden, vocab = text.hidden_size, text.vocab_size
-    # The gradient of the head's weight is in the peak of the head.
+def _step(model, arguments, dtype, head_peak):
+    """The bytes of a step and its ways; with a memory, each with its largest batch. Empty without a batch
+    and a length. Raises ValueError for a memory that the weights alone exceed."""
+    tokens, length = arguments.tokens, arguments.length
+    if tokens is None and length is None:
+        return {}
+    from . import _step_plan
+
+    optimizer = arguments.optimizer or DEFAULT_OPTIMIZER
+    step = _step_plan.Step(model, dtype, OPTIMIZERS[optimizer], arguments.lora, head_peak)
+    gpu = GPUS.get(arguments.gpu)
+    memory = None if tokens is not None else arguments.memory or _free(gpu)
+    if memory is not None and step.weights + step.states > memory:
+        raise ValueError(
+            f"the weights and the states of {optimizer} need {human_bytes(step.weights + step.states)}, more than "
+            f"the memory, {human_bytes(memory)}"
+        )
+    found = []
+    for way in _step_plan.ways(step.layers.count, arguments.lora is None):
+        result = {"way": way.name}
+        batch_tokens = tokens
+        if memory is not None:
+            result["batch"] = step.largest_batch(way, length, memory)
+            batch_tokens = max(result["batch"], 1) * length
+        device, host = (count * batch_tokens for count in step.kept(way))
+        result |= {"kept": device, "host": host, "peak": step.peak(way, batch_tokens)}
+        # The rates of GPUs are for 16 bits.
+        if gpu is not None and dtype.itemsize == 2:
+            result["tokens_per_second"] = batch_tokens / step.seconds(way, batch_tokens, length, gpu)
+        found.append(result)
     return {
-        "weights": weights,
-        "head_peak": head_peak(tokens, hidden, vocab, dtype, True),
-        "frozen_head_peak": head_peak(tokens, hidden, vocab, dtype, False),
-        "gradients_and_moments": 3 * weights - vocab * hidden * dtype.itemsize,
+        "weights": step.weights,
+        "gradients": step.gradients,
+        "states": step.states,
+        "memory": memory,
+        "ways": found,
     }
 
 
-def _step_table(step, tokens, saved, adapters):
-    """``saved``: bytes per token, plain and with recompute=True; ``adapters``: plain, with LoRA."""
-    activations = [count * tokens for count in saved]
-    frozen = step["weights"] + step["frozen_head_peak"]
-    trained = step["weights"] + step["head_peak"] + step["gradients_and_moments"]
-    rows = [
-        ("weights", *(step["weights"] for _ in activations)),
-        ("activations of the layers", *activations),
-        ("lm_head and its loss, at most", *(step["head_peak"] for _ in activations)),
-        (
-            "peak with frozen weights (LoRA)",
-            *(frozen + min(count, adapters * tokens) for count in activations),
-        ),
-        ("peak with gradients and AdamW's moments", *(trained + count for count in activations)),
-    ]
-    lines = [(name, *map(human_bytes, counts)) for name, *counts in rows]
-    return table(lines, header=(f"a step of {tokens:,} tokens", "liger.patch", "recompute=True"))
+def _free(gpu):
+    """Bytes of a GPU without the largest part that a plan of liger.transformers.checkpoint leaves free."""
+    from ..transformers.checkpointing.device_memory import MAX_HEADROOM
+
+    return int(gpu.memory * (1 - MAX_HEADROOM) * 2**30)
 
 
-def _checkpointed(step, layers, tokens):
-    """By what liger.transformers.checkpoint keeps: bytes of a step on the device, and on the host."""
-    weights, head = step["weights"], step["head_peak"]
-    # The gradient of the head's weight exists from its loss on, the gradients of the layers come one by one.
-    of_head = 3 * weights - step["gradients_and_moments"]
-    layer, result = layers.layer * tokens, {}
-    whole = layers.inputs + layers.attention
-    waiting = {"full": (layers.inputs, 0), "attention kept": (whole, 0)}
-    waiting["offload=True"] = (
-        (layers.passing, whole - layers.passing) if whole > layers.passing else (whole, 0)
-    )
-    for name, (on_device, on_host) in waiting.items():
-        kept = on_device * tokens
-        ends = kept + max(head, of_head + layer), weights + layer
-        result[name] = {
-            "activations": kept,
-            "layer": layer,
-            "frozen": weights + kept + max(step["frozen_head_peak"], layer),
-            "trained": 3 * weights + max(ends),
-            "host": on_host * tokens,
-        }
-    return result
+def _step_title(step, arguments):
+    of_optimizer = arguments.optimizer or DEFAULT_OPTIMIZER
+    trained = "all weights train" if arguments.lora is None else f"LoRA of rank {arguments.lora}"
+    if step["memory"] is None:
+        batch = f"a step of {arguments.tokens:,} tokens"
+    else:
+        batch = f"sequences of {arguments.length:,} tokens in {human_bytes(step['memory'])}"
+    sizes = (f"{name} {human_bytes(step[name])}" for name in ("weights", "gradients"))
+    return f"{trained}: {batch}\n{', '.join(sizes)}, states of {of_optimizer} {human_bytes(step['states'])}"
 
 
-def _checkpointed_table(found):
-    words = {
-        "activations": "inputs of layers, attention",
-        "layer": "a layer at work",
-        "frozen": "peak with frozen weights (LoRA)",
-        "trained": "peak with gradients and AdamW's moments",
-        "host": "in host memory",
+def _step_table(step):
+    shown = {
+        "batch": ("largest batch", "{:,}".format),
+        "kept": ("kept for the backward", human_bytes),
+        "peak": ("peak", human_bytes),
+        "host": ("in host memory", human_bytes),
+        "tokens_per_second": ("about tokens/s", lambda speed: f"{float(f'{speed:.2g}'):,.0f}"),
     }
-    lines = [(text, *(human_bytes(c[name]) for c in found.values())) for name, text in words.items()]
-    return table(lines, header=("layers recomputed (liger.transformers.checkpoint)", *found))
+    names = [name for name in shown if name in step["ways"][0]]
+    lines = [(way["way"], *(shown[name][1](way[name]) for name in names)) for way in step["ways"]]
+    return table(lines, header=("", *(shown[name][0] for name in names)))
 
 
 def _is_cached(name):

@@ -15,6 +15,7 @@ import torch
 import liger
 from liger_cli.arguments import size
 from liger_cli.commands import DTYPES
+from liger_cli.devices import GPUS
 
 from .._core.head.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.head.sm90_plan import ENGINE, ENGINE_DTYPES, plan_chunks_sm90
@@ -27,6 +28,8 @@ SM90 = (9, 0)
 # The options that describe the lm_head and have no meaning with --model.
 _SIZES = ("tokens", "hidden", "vocab")
 _HEAD_OPTIONS = ("hidden", "vocab", "budget", "accum", "capability")
+# The options that describe a step of a model.
+_STEP_OPTIONS = ("length", "memory", "gpu", "optimizer", "lora")
 _LARGEST_BYTES = 2**63 - 1
 
 
@@ -172,6 +175,8 @@ def _describe_logprobs(memory):
 
 def _complaint(arguments, dtype):
     """The fault of the arguments of the lm_head, or None."""
+    if unused := _given(arguments, _STEP_OPTIONS):
+        return f"{', '.join(unused)} without --model"
     missing = [f"--{name}" for name in _SIZES if getattr(arguments, name) is None]
     if missing:
         return (
@@ -185,10 +190,38 @@ def _complaint(arguments, dtype):
     return None
 
 
-def _head_peak(tokens, hidden, vocab, dtype, is_trained):
-    """Bytes of the lm_head and its loss on the GPU of this machine, or on any that has no engine."""
-    memory = head_memory(tokens, hidden, vocab, dtype, True, _device_capability(), is_trained)
-    return memory["peak_liger"]
+def _model_complaint(arguments):
+    """The fault of the arguments of a model, or None."""
+    unused = _given(arguments, _HEAD_OPTIONS)
+    if unused:
+        return f"--model takes no {', '.join(unused)}"
+    tokens, length = arguments.tokens, arguments.length
+    options = _given(arguments, _STEP_OPTIONS)
+    if options and tokens is None and length is None:
+        return f"{', '.join(options)} without a batch: --tokens is a given one, --length asks for the largest one"
+    if tokens is not None:
+        if arguments.memory is not None:
+            return "--memory asks for the largest batch, --tokens is a given one; expected one of them"
+        if length is not None and length > tokens:
+            return f"--length is {length}, expected at most --tokens, {tokens}"
+        if arguments.gpu is not None and length is None:
+            return "--gpu with --tokens needs --length, which the speed depends on"
+    elif length is not None and arguments.memory is None and arguments.gpu is None:
+        return "--length asks for the largest batch, which needs --memory or --gpu"
+    return None
+
+
+def _given(arguments, names):
+    return [f"--{name}" for name in names if getattr(arguments, name) is not None]
+
+
+def _plan_of_model(arguments, dtype):
+    capability = _device_capability() if arguments.gpu is None else GPUS[arguments.gpu].capability
+
+    def head_peak(tokens, hidden, vocab, dtype, is_trained):
+        return head_memory(tokens, hidden, vocab, dtype, True, capability, is_trained)["peak_liger"]
+
+    return _plan_model.run(arguments, dtype, head_peak)
 
 
 def _planned_for(chosen, found):
@@ -205,15 +238,13 @@ def _planned_for(chosen, found):
 
 def run(arguments):
     dtype = getattr(torch, DTYPES[arguments.dtype])
-    if arguments.model is not None:
-        unused = [f"--{name}" for name in _HEAD_OPTIONS if getattr(arguments, name) is not None]
-        if unused:
-            print(f"liger plan: --model takes no {', '.join(unused)}", file=sys.stderr)
-            return 2
-        return _plan_model.run(arguments.model, dtype, arguments.tokens, arguments.json, _head_peak)
-    if (complaint := _complaint(arguments, dtype)) is not None:
+    of_model = arguments.model is not None
+    complaint = _model_complaint(arguments) if of_model else _complaint(arguments, dtype)
+    if complaint is not None:
         print(f"liger plan: {complaint}", file=sys.stderr)
         return 2
+    if of_model:
+        return _plan_of_model(arguments, dtype)
     if arguments.budget is not None:
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
     exact = arguments.accum != "same"

@@ -69,7 +69,8 @@ def test_offloaded_layers(model_type, monkeypatch):
     whole = expected.inputs + expected.attention
     assert store.moved / tokens == pytest.approx(whole * (layers - 1) / layers, rel=WITHIN)
     # On the device: three inputs, and the attention of two layers.
-    assert expected.passing == expected.inputs * 3 / layers + expected.attention / 2
+    assert expected.passing_inputs == expected.inputs * 3 / layers
+    assert expected.passing_attention == expected.attention / 2
     loss.backward()
 
 

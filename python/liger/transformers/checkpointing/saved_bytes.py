@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bytes per token that autograd saves in the decoder layers of a patched model, from the modules alone.
+"""Bytes per token that autograd saves in the decoder layers of a patched model, and FLOPs, from the modules
+alone.
 
 Counted are tensors that grow with the tokens. Assumed: every weight is trained, no autocast, no cache of keys
 and values (``use_cache=False``), and an attention kernel that saves q, k, v, its output and the logarithms of
@@ -22,6 +23,7 @@ from ..norms.residual import AddNormRecipe
 from ..recipe import trials
 from ..recipe.classes import recipe_of
 from . import decoder_layers
+from .layer_times import estimated
 
 # Statistics of norms, sums of attention, probabilities of routers; indices of experts.
 _FLOAT32, _INT64 = 4, 8
@@ -70,16 +72,19 @@ class Recomputed:
     """Bytes per token of layers that are recomputed: what waits for the backward, and a layer at work.
 
     Attributes:
+        count: of layers.
         inputs: of all layers.
         attention: what all attention kernels save beyond their inputs.
-        passing: the part of both that is on the device where inputs and attention are offloaded.
+        passing_inputs, passing_attention: the parts of them that are on the device where they are offloaded.
         layer: the largest layer at work. With ``recompute=True`` it saves less, but the gradients of the
             rest exist then.
     """
 
+    count: int
     inputs: int
     attention: int
-    passing: int
+    passing_inputs: int
+    passing_attention: int
     layer: int
 
 
@@ -88,17 +93,46 @@ def recomputed_layers(model: PreTrainedModel, dtype: torch.dtype) -> Recomputed:
     layers = _layers(model, dtype)
     one = model.config.get_text_config().hidden_size * dtype.itemsize
     attention = [sum(row.plain for row in rows if row.tensor == _KERNEL) for rows in layers]
-    # One input stays, one leaves or comes back, and one is in use.
-    passing = min(len(layers), 3) * one + sum(sorted(attention)[-2:])
     return Recomputed(
-        len(layers) * one, sum(attention), passing, max(sum(row.plain for row in rows) for rows in layers)
+        len(layers),
+        len(layers) * one,
+        sum(attention),
+        # One input stays, one leaves or comes back, and one is in use.
+        min(len(layers), 3) * one,
+        sum(sorted(attention)[-2:]),
+        max(sum(row.plain for row in rows) for rows in layers),
     )
+
+
+def forward_flops(model: PreTrainedModel, length: int) -> tuple[float, float]:
+    """FLOPs per token of the forward of these layers: of linear layers and experts, and of causal attention
+    over sequences of a length at the speed of GEMMs."""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    gemms = kernels = 0.0
+    for layer in _counted(model):
+        module = getattr(layer, recipe_of(layer).attention)
+        window = min(getattr(module, "sliding_window", None) or length, length)
+        # A token sees up to ``window`` tokens, the first ones see fewer.
+        seen = window - window * window / (2 * length)
+        whole, attention = estimated(layer, 1, 4 * seen * module.o_proj.in_features)
+        gemms += whole - attention
+        kernels += attention
+        experts = (m for m in layer.modules() if isinstance(recipe_of(m), ExpertsRecipe))
+        gemms += sum(
+            2 * p.numel() * chosen / p.shape[0] for m in experts for p in m.parameters() if p.dim() == 3
+        )
+    return gemms, kernels
+
+
+def _counted(model):
+    """The decoder layers of a form that is known."""
+    return [m for m in _decoder(model).modules() if isinstance(recipe_of(m), AddNormRecipe)]
 
 
 def _layers(model, dtype):
     """The rows of each decoder layer."""
     config = model.config.get_text_config()
-    modules = [m for m in _decoder(model).modules() if isinstance(recipe_of(m), AddNormRecipe)]
+    modules = _counted(model)
     if not modules:
         raise ValueError(
             f"no decoder layer of {type(model).__name__} has the form x + attention(norm(x)) followed by a norm and "
