@@ -64,7 +64,7 @@ def cells(tiny):
     return made
 
 
-def _planned(method, machine):
+def planned(method, machine):
     """A contestant with a plan, or with the inputs of all layers on the host."""
     offload, tiled = PLANNED[method], "tiled" in method
 
@@ -79,7 +79,7 @@ def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
     size = WIDE if wide else training.size_of("1b", machine)
     if cell.method in PLANNED:
-        entered = _planned(cell.method, machine)
+        entered = planned(cell.method, machine)
     elif cell.method == TILED:
         entered = training.patched(machine, tiled_mlp=True)
     else:

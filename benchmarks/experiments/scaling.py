@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""E15: 1, 2 and 4 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much
-work for each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
+"""E15: 1 to 8 GPUs of one host: a vocabulary-parallel head, training steps under FSDP2 with as much work for
+each GPU, and steps on one long sequence whose tokens are spread over the GPUs.
 
 Every step also counts the bytes that a rank sends (liger_bench.devices.traffic).
 """
@@ -10,30 +10,51 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from liger.transformers.checkpointing.checkpoint import planners
 from liger_bench.devices import on_ranks, traffic, ulysses, vocabulary
 from liger_bench.devices.vocabulary import ONE, SHARDED
 from liger_bench.harness import Options
 
-from . import sharded_training, tables, text, training
-from .cells import Cell, Experiment
+from . import long_context, sharded_training, tables, text, training
+from .cells import Cell, Experiment, expected_seconds, packages
+from .long_context import TILED
+from .recomputation import plan_of
 
 HEAD, WEAK, LONG = "head", "FSDP2", "one sequence"
-GPUS = (1, 2, 4)
+GPUS = (1, 2, 4, 8)
+METHODS = ("transformers", "liger-kernel", "liger")
 HEADS = tuple((op, 16384, 4096, 128256) for op in vocabulary.OPS)
 # Model -> (batch, sequence) of each GPU.
 WEAK_SHAPES = {"1b": (16, 1024), "8b": (16, 512)}
-TILED = "liger, tiled MLP"
-LENGTH = 131072
+PLANNED = "liger, tiled MLP, planned"
+# GPUs -> (model, length of the sequence, steps until a plan is about final). A cell has to end in eight minutes:
+# at the largest length four GPUs have time for full checkpointing alone, and eight for three steps of a plan.
+SEQUENCES = {
+    2: (("1b", 131072, 4),),
+    4: (("8b", 131072, 4), ("8b", 524288, None)),
+    8: (("8b", 131072, 4), ("8b", 524288, 3)),
+}
+TINY_SEQUENCES = {2: (("1b", 32, None),), 4: (("8b", 32, 4),)}
+# Of the speed that expected_seconds assumes, steps on one long sequence have this share on an H200 (E16).
+LONG_SPEED = 0.77
 
 
-def _cell(part, method, what, gpus, order, seconds, **settings):
+def _cell(part, method, what, gpus, order, expected, seconds, **settings):
     size = f"{part} {what}, {gpus} GPU{'s' * (gpus > 1)}"
     settings |= {"part": part, "what": what}
     # Other numbers of GPUs need another memory: only longer sequences follow from shorter ones.
-    ladder = f"{method} {part} {gpus}" if part == LONG else f"{method} {size}"
-    return Cell(
-        method, size, order, settings, (), gpus, seconds, ladder, 16.0 + 40.0 / gpus if part == LONG else 12.0
-    )
+    ladder = f"{method} {part} {settings['model']} {gpus}" if part == LONG else f"{method} {size}"
+    return Cell(method, size, order, settings, packages(method), gpus, seconds, ladder, expected)
+
+
+def _long_cells(gpus, model, length, steps):
+    """Steps on one sequence with full checkpointing; with a plan that has so many steps to settle, if any."""
+    for method, warm_up in ((TILED, 2), (PLANNED, steps)):
+        if warm_up is not None:
+            expected = expected_seconds(model, 1, length, method, warm_up) / gpus / LONG_SPEED
+            given = {"model": model, "batch": 1, "sequence": length, "warm_up": warm_up}
+            what = f"{model.upper()} 1x{length}"
+            yield _cell(LONG, method, what, gpus, length, round(15 + expected), 470, **given)
 
 
 def cells(tiny):
@@ -44,16 +65,15 @@ def cells(tiny):
             for head in [(op, 64, 16, 50) for op in vocabulary.OPS] if tiny else HEADS:
                 op, tokens, hidden, classes = head
                 what = f"{op} {tokens}x{hidden}x{classes}"
-                made.append(_cell(HEAD, "liger", what, gpus, gpus, 180, head=head))
+                made.append(_cell(HEAD, "liger", what, gpus, gpus, 12, 180, head=head))
         for model, (batch, sequence) in ({"1b": (2, 16)} if tiny else WEAK_SHAPES).items():
             what = f"{model.upper()} {batch}x{sequence}"
             given = {"model": model, "batch": batch, "sequence": sequence}
-            if gpus < 4 or model == "1b":
-                made.append(_cell(WEAK, "liger", what, gpus, gpus, 240, **given))
-        if gpus == 2:
-            length = 32 if tiny else LENGTH
-            given = {"model": "1b", "batch": 1, "sequence": length}
-            made.append(_cell(LONG, TILED, f"1B 1x{length}", gpus, length, 450, **given))
+            for method in METHODS:
+                expected = 5 + expected_seconds(model, batch, sequence, method)
+                made.append(_cell(WEAK, method, what, gpus, gpus, expected, 240, **given))
+        for sequence in (TINY_SEQUENCES if tiny else SEQUENCES).get(gpus, ()):
+            made += _long_cells(gpus, *sequence)
     return made
 
 
@@ -74,10 +94,12 @@ class OnSequence(training.Training):
         return loss.detach()
 
 
-def _contestant(method, machine):
-    if method == TILED:
+def _contestant(cell, machine):
+    if cell.method == PLANNED:
+        return replace(long_context.planned(PLANNED, machine), warm_up=cell.settings["warm_up"])
+    if cell.method == TILED:
         return training.patched(machine, tiled_mlp=True)
-    return training.contestant(method, machine)
+    return training.contestant(cell.method, machine)
 
 
 def measure(cell, machine):
@@ -100,7 +122,7 @@ def _head(cell, machine):
     with traffic.Traffic() as counted:
         work.run()
     found["sent_bytes"] = counted.total
-    found["predicted_bytes"] = traffic.vocabulary(head.tokens, head.hidden, cell.gpus)
+    found["predicted_sent_bytes"] = traffic.vocabulary(head.tokens, head.hidden, cell.gpus)
     del found["status"]
     return found
 
@@ -109,13 +131,12 @@ def _step(cell, machine):
     given, long = cell.settings, cell.settings["part"] == LONG
     size = training.size_of(given["model"], machine)
     if long and not machine.tiny:
-        size = replace(size, config={**size.config, "max_position_embeddings": LENGTH})
-    made = (OnSequence if long else training.Training)(_contestant(cell.method, machine), size, machine)
+        size = replace(size, config={**size.config, "max_position_embeddings": given["sequence"]})
+    made = (OnSequence if long else training.Training)(_contestant(cell, machine), size, machine)
     ranks, rank = cell.gpus, dist.get_rank()
     count = training.STEPS * (1 if long else ranks)
     batches = text.batches(machine, size.config["vocab_size"], count, given["batch"], given["sequence"])
     batches = batches if long else batches[rank::ranks]
-    parameters = kept = None
     with made.contestant.context():
         made.build()
         parameters = sum(p.numel() for p in made.model.parameters())
@@ -124,23 +145,39 @@ def _step(cell, machine):
         if machine.gpu:
             torch.cuda.empty_cache()  # Each rank made the whole model in float32.
         made.optimizer = made.make_optimizer(made.model.parameters())
-        with traffic.Traffic() as counted:
-            made.step(batches[0])
-        record = sharded_training.timed_steps(made.step, batches, machine)
+        last = _LastStep(made.step)
+        record = sharded_training.timed_steps(last, batches, machine, made.contestant.warm_up)
+    for planner in planners(made.model):
+        record |= plan_of(planner)
     element = torch.empty((), dtype=size.dtype).element_size()
     predicted = traffic.fsdp2(parameters, ranks, kept, element, element)
     config = made.model.config
     if long:
         head = config.hidden_size // config.num_attention_heads
         key_heads = max(config.num_key_value_heads, ranks)
+        # Layers that keep their attention exchange nothing in the recomputation.
+        recomputed = record.get("layers", (config.num_hidden_layers,))[0] / config.num_hidden_layers
         predicted += traffic.ulysses(
             given["batch"] * given["sequence"], config.hidden_size, key_heads * head, config.num_hidden_layers,
-            ranks, element, forwards=2 if size.checkpointing else 1,
+            ranks, element, forwards=1 + recomputed,
         )  # fmt: skip
         # Ranks share the tokens, of which timed_steps counts a batch for each.
         record["tokens_per_second"] /= ranks
-    record |= {"sent_bytes": counted.total, "predicted_bytes": predicted}
+    record |= {"sent_bytes": last.sent, "predicted_sent_bytes": predicted}
     return record
+
+
+class _LastStep:
+    """A step, and the bytes that its last call has sent."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, tokens):
+        with traffic.Traffic() as counted:
+            loss = self.step(tokens)
+        self.sent = counted.total
+        return loss
 
 
 # --- report -------------------------------------------------------------------------------------------------
@@ -159,7 +196,7 @@ def per_gpu(cell):
 
 
 def _sent(cell):
-    return f"{cell['sent_bytes'] / 1e9:.3f} / {cell['predicted_bytes'] / 1e9:.3f}"
+    return f"{cell['sent_bytes'] / 1e9:.3f} / {cell['predicted_sent_bytes'] / 1e9:.3f}"
 
 
 def _head_rows(cells):
@@ -199,6 +236,7 @@ def table(result):
             ]
             rows = _step_rows(done)
         texts.append(tables.markdown(header, rows))
+        texts += [f"{c['method']} on {c['gpus']}: {c['plan']}." for c in done if "plan" in c]
         if others:
             texts.append(f"{'; '.join(others)}.")
     return "\n\n".join(texts)

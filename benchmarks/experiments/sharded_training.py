@@ -31,16 +31,21 @@ def largest(values, machine):
     return tensor.tolist()
 
 
-def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.WARM_UP):
+def timed_steps(step, batches, machine, least=1):
     """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
-    rank."""
+    rank.
+
+    Args:
+        least: steps of the warm-up, at least.
+    """
     begin = time.perf_counter()
     losses, times = [step(batches[0])], []
     losses[0].item()
     (first,) = largest([time.perf_counter() - begin], machine)
     # Of slow steps one is enough.
-    warm_up, steps = (1, 1) if first > 2 * training.SLOW_STEP else (warm_up, steps)
-    losses += [step(batches[0]) for _ in range(warm_up - 1)]
+    is_slow = first > 2 * training.SLOW_STEP
+    warm_up, steps = (1, 1) if is_slow else (training.WARM_UP, training.STEPS)
+    losses += [step(batches[0]) for _ in range(max(warm_up, least) - 1)]
     if machine.gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -108,7 +108,7 @@ def ulysses(tokens, hidden, kv_hidden, layers, ranks, element=2, forwards=2):
     Args:
         tokens: of the whole sequence.
         hidden, kv_hidden: heads times size of a head, of queries and of keys.
-        forwards: 2 with gradient checkpointing, else 1.
+        forwards: 2 with gradient checkpointing, else 1; between them where some layers recompute attention.
     """
     exchanged = tokens / ranks * (2 * hidden + 2 * kv_hidden) * element * layers
     return round((forwards + 1) * exchanged * (ranks - 1) / ranks)

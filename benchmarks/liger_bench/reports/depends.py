@@ -131,7 +131,7 @@ EXPERIMENTS = {
     "E15": (
         (*SHARDED_CELLS, "benchmarks/liger_bench/devices/ulysses.py"),
         (),
-        {"head": VOCABULARY, "FSDP2": _LLAMA, "one sequence": (*_LLAMA, *_TILED)},
+        {"head": VOCABULARY, "FSDP2": _LLAMA, "one sequence": (*_LLAMA, *_TILED), "planned": _PLANNED},
     ),
     "E16": (CELLS, _LLAMA, {"plan": _PLANNED, "tiled": _TILED}),
     "E18": (CELLS, _LLAMA, {}),
