@@ -27,8 +27,9 @@ HEADS = tuple((op, 16384, 4096, 128256) for op in vocabulary.OPS)
 # Model -> (batch, sequence) of each GPU.
 WEAK_SHAPES = {"1b": (16, 1024), "8b": (16, 512)}
 PLANNED = "liger, tiled MLP, planned"
-# GPUs -> (model, length of the sequence, steps until a plan is about final). A cell has to end in eight minutes:
-# at the largest length four GPUs have time for full checkpointing alone, and eight for three steps of a plan.
+# GPUs -> (model, length of the sequence, steps until a plan is about final). A cell has to end in eight
+# minutes: with the most tokens four GPUs have time for full checkpointing alone, eight for three steps of a
+# plan.
 SEQUENCES = {
     2: (("1b", 131072, 4),),
     4: (("8b", 131072, 4), ("8b", 524288, None)),
