@@ -13,13 +13,17 @@ import torch.distributed as dist
 from liger.transformers.checkpointing.checkpoint import planners
 from liger_bench.devices import on_ranks, traffic, ulysses, vocabulary
 from liger_bench.devices.vocabulary import ONE, SHARDED
+from liger_bench.environment import CHECKOUT
 from liger_bench.harness import Options
+from liger_bench.models import sizes
+from liger_bench.models.trainee import Trainee
 
-from . import long_context, sharded_training, tables, text, training
+from . import long_context, results, sharded_training, tables, text, training
 from .cells import Cell, Experiment, expected_seconds, packages
 from .long_context import TILED
 from .recomputation import plan_of
 
+PAGE = CHECKOUT / "docs" / "lab" / "scaling.md"
 HEAD, WEAK, LONG = "head", "FSDP2", "one sequence"
 GPUS = (1, 2, 4, 8)
 METHODS = ("transformers", "liger-kernel", "liger")
@@ -140,8 +144,7 @@ def _step(cell, machine):
     batches = batches if long else batches[rank::ranks]
     with made.contestant.context():
         made.build()
-        parameters = sum(p.numel() for p in made.model.parameters())
-        kept = parameters - sum(p.numel() for p in made.model.model.layers.parameters())
+        parameters, kept = _parameters(made.model)
         on_ranks.shard(made.model, machine.device)
         if machine.gpu:
             torch.cuda.empty_cache()  # Each rank made the whole model in float32.
@@ -152,20 +155,28 @@ def _step(cell, machine):
         record |= plan_of(planner)
     element = torch.empty((), dtype=size.dtype).element_size()
     predicted = traffic.fsdp2(parameters, ranks, kept, element, element)
-    config = made.model.config
     if long:
-        head = config.hidden_size // config.num_attention_heads
-        key_heads = max(config.num_key_value_heads, ranks)
+        layers = made.model.config.num_hidden_layers
         # Layers that keep their attention exchange nothing in the recomputation.
-        recomputed = record.get("layers", (config.num_hidden_layers,))[0] / config.num_hidden_layers
-        predicted += traffic.ulysses(
-            given["batch"] * given["sequence"], config.hidden_size, key_heads * head, config.num_hidden_layers,
-            ranks, element, forwards=1 + recomputed,
-        )  # fmt: skip
+        forwards = 1 + record.get("layers", (layers,))[0] / layers
+        predicted += _exchanged(made.model.config, given["sequence"], ranks, element, forwards)
         # Ranks share the tokens, of which timed_steps counts a batch for each.
         record["tokens_per_second"] /= ranks
     record |= {"sent_bytes": last.sent, "predicted_sent_bytes": predicted}
     return record
+
+
+def _parameters(model):
+    """How many there are, and how many of them are not in layers."""
+    count = sum(p.numel() for p in model.parameters())
+    return count, count - sum(p.numel() for p in model.model.layers.parameters())
+
+
+def _exchanged(config, tokens, ranks, element=2, forwards=2):
+    """Bytes that a rank sends for the attention of one sequence."""
+    head, layers = config.hidden_size // config.num_attention_heads, config.num_hidden_layers
+    keys = max(config.num_key_value_heads, ranks) * head
+    return traffic.ulysses(tokens, config.hidden_size, keys, layers, ranks, element, forwards)
 
 
 class _LastStep:
@@ -241,6 +252,33 @@ def table(result):
         if others:
             texts.append(f"{'; '.join(others)}.")
     return "\n\n".join(texts)
+
+
+def blocks(folder):
+    """{page: {name of a block: its text}}: what the measured steps of one host say about several hosts."""
+    result = results.load(folder / "E15.json", "E15", False)
+    steps = [step for cell in cells(False) for step in _projected(cell, result["cells"].get(cell.key, {}))]
+    lines = [tables.markdown(*traffic.projections(steps))]
+    if any(step.seconds is None for step in steps):
+        lines.append("Steps without a time are not measured yet.")
+    if result["environments"]:
+        lines.append(f"{tables.environments(result)}.")
+    return {PAGE: {"projections": "\n\n".join(lines)}}
+
+
+def _projected(cell, record):
+    """The Step of a cell: steps of one GPU, and steps on a sequence that all GPUs of a host share."""
+    host, given = traffic.H100.per_host, cell.settings
+    is_long = (given["part"], cell.method, cell.gpus) == (LONG, TILED, host)
+    if is_long or (given["part"], cell.method, cell.gpus) == (WEAK, "liger", 1):
+        model = Trainee(None, sizes.size_of(given["model"]), "meta").make_model()
+        yield traffic.Step(
+            given["what"] + f" on {host} GPUs" * is_long,
+            *_parameters(model),
+            model.config.num_hidden_layers,
+            record["ms"]["median"] / 1e3 if record.get("status") == "ok" else None,
+            _exchanged(model.config, given["sequence"], host) if is_long else 0,
+        )
 
 
 EXPERIMENT = Experiment("E15", "Scaling on one host", cells, measure, table, lambda result: {})
