@@ -53,9 +53,9 @@ def sharded(model):
 
 
 def replicated(model):
-    """DDP with a bucket for each parameter: otherwise the second step has other buckets than the first one,
-    and the order in which more than two ranks add depends on the place in the bucket."""
-    return DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    """DDP. More than two ranks keep its first buckets: otherwise the second step has other ones, and the
+    order in which ranks add depends on the place in the bucket."""
+    return DistributedDataParallel(model, find_unused_parameters=ranks.WORLD > 2)
 
 
 WRAPPERS = {"none": lambda model: model, "ddp": replicated, "fsdp2": sharded}
