@@ -69,11 +69,12 @@ def cells(tiny):
     return made
 
 
-def _planned(machine):
-    memory = int((TINY_MEMORY if machine.tiny else MEMORY) * results.GIB)
+def planned(machine, memory, offload):
+    """A contestant with tiled MLPs and a plan."""
+    memory = int(TINY_MEMORY * results.GIB) if machine.tiny else memory
 
     def prepare(model):
-        return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=True), memory, offload=True)
+        return liger.transformers.checkpoint(liger.patch(model, tiled_mlp=True), memory, offload=offload)
 
     return Contestant(prepare, training.context(machine), warm_up=WARM_UP)
 
@@ -82,7 +83,7 @@ def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
     size = WIDE if wide else training.size_of("1b", machine)
     if cell.method == PLANNED:
-        entered = _planned(machine)
+        entered = planned(machine, int(MEMORY * results.GIB), True)
     elif cell.method == TILED:
         entered = training.patched(machine, tiled_mlp=True)
     else:

@@ -10,7 +10,7 @@ from liger_bench.environment import CHECKOUT
 from liger_bench.reports import stale
 from liger_bench.reports.chart import save
 
-from . import MODULES, experiment, results, summary, tables
+from . import MODULES, experiment, results, scaling, summary, tables
 
 PAGE = CHECKOUT / "docs" / "lab" / "experiments.md"
 IMAGES = CHECKOUT / "docs" / "images"
@@ -89,8 +89,8 @@ def write_docs(folder, page=PAGE, images=IMAGES):
 
 
 def write_summaries(folder):
-    """Renders the tables of README and docs/start/speed.md."""
-    for page, blocks in summary.blocks(folder).items():
+    """Renders the tables of README, docs/start/speed.md and docs/lab/scaling.md."""
+    for page, blocks in (summary.blocks(folder) | scaling.blocks(folder)).items():
         _fill(page, {name: "\n".join(map(_wrapped, text.split("\n"))) for name, text in blocks.items()})
 
 

@@ -31,17 +31,21 @@ def largest(values, machine):
     return tensor.tolist()
 
 
-def timed_steps(step, batches, machine, steps=training.STEPS, warm_up=training.WARM_UP):
+def timed_steps(step, batches, machine, least=1):
     """The record of some steps of every rank, after a warm-up: times and peak of the slowest and greediest
-    rank."""
+    rank.
+
+    Args:
+        least: steps of the warm-up, at least.
+    """
     begin = time.perf_counter()
     losses, times = [step(batches[0])], []
     losses[0].item()
     (first,) = largest([time.perf_counter() - begin], machine)
-    # Of slow steps one is enough, unless a plan needs more.
-    if first > 2 * training.SLOW_STEP:
-        warm_up, steps = 1 if warm_up == training.WARM_UP else warm_up, 1
-    losses += [step(batches[0]) for _ in range(warm_up - 1)]
+    # Of slow steps one is enough.
+    is_slow = first > 2 * training.SLOW_STEP
+    warm_up, steps = (1, 1) if is_slow else (training.WARM_UP, training.STEPS)
+    losses += [step(batches[0]) for _ in range(max(warm_up, least) - 1)]
     if machine.gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -119,8 +123,7 @@ def measure(cell, machine, entered=None, size=None, shard=fsdp2):
     batches = text.batches(machine, size.config["vocab_size"], count, given["batch"], given["sequence"])
     batches = batches[dist.get_rank() :: dist.get_world_size()]
     with made.contestant.context():
-        warm_up = max(training.WARM_UP, made.contestant.warm_up)
-        record = timed_steps(shard(made, machine), batches, machine, warm_up=warm_up)
+        record = timed_steps(shard(made, machine), batches, machine, made.contestant.warm_up)
     with contextlib.suppress(AssertionError):  # DeepSpeed may have destroyed it already
         dist.destroy_process_group()
     return record

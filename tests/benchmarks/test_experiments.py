@@ -90,7 +90,21 @@ def check_plans(result):
     assert all(f"| {c['method']}, {c['size']} | " in text for c in plans)
 
 
-CHECKS = {"E13": check_curves, "E16": check_plans} | dict.fromkeys(("E2", "E3", "E4"), check_first_losses)
+def check_scaling(result):
+    """Methods have the same first loss; ranks send what is predicted, also with the plan of four ranks."""
+    cells = [c for c in result["cells"].values() if c["status"] == "ok"]
+    for size in {c["size"] for c in cells if c["method"] == "transformers"}:
+        check_first_losses({**result, "cells": {c["method"]: c for c in cells if c["size"] == size}})
+    assert all(c["sent_bytes"] == pytest.approx(c["predicted_sent_bytes"], rel=0.02, abs=1024) for c in cells)
+    sequences = [c for c in cells if c["size"] == "one sequence 8B 1x32, 4 GPUs"]
+    tiled, planned = sorted(sequences, key=lambda c: "layers" in c)
+    assert planned["layers"][0] < sum(planned["layers"]) and planned["sent_bytes"] < tiled["sent_bytes"]
+    assert planned["losses"][:2] == pytest.approx(tiled["losses"][:2], rel=1e-5)
+    assert f"liger, tiled MLP, planned on 4: {planned['plan']}." in experiment("E15").table(result)
+
+
+CHECKS = {"E13": check_curves, "E15": check_scaling, "E16": check_plans}
+CHECKS |= dict.fromkeys(("E2", "E3", "E4"), check_first_losses)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from experiments import (
     ops,
     report,
     results,
+    scaling,
     sharded_mlp,
     summary,
     tables,
@@ -193,6 +194,27 @@ def test_summaries_have_the_fastest_form(tmp_path):
     assert summary.op_times(tmp_path).splitlines()[2] == (
         "| softmax 8x8 | 2.00 | 3 / 3 | 1.20 liger-kernel CuTe | 1.11 of device copy |"
     )
+
+
+def test_projections_have_times_where_steps_are_measured(tmp_path):
+    """Of one GPU, and of the eight that share a sequence; those of other cells are of no use."""
+    rows = scaling.blocks(tmp_path)[scaling.PAGE]["projections"].splitlines()
+    assert rows[5] == "| 8B 16x512 | 8 | 40.32 | 0.00 | 0.093 |  |  |" and "not measured yet" in rows[-1]
+    assert sum("131072" in row for row in rows) == sum("524288" in row for row in rows) == 3
+    sequence = "one sequence 8B 1x524288, 8 GPUs"
+    cells = [
+        record("liger", 1, size="FSDP2 8B 16x512, 1 GPU", ms={"median": 500.0}),
+        record("liger", 2, size="FSDP2 8B 16x512, 2 GPUs", ms={"median": 900.0}),
+        record(scaling.TILED, 1, size=sequence, ms={"median": 95e3}),
+        record(scaling.PLANNED, 1, size=sequence, ms={"median": 80e3}),
+    ]
+    assert {f"{c['method']} @ {c['size']}" for c in cells} <= {c.key for c in scaling.cells(False)}
+    results.write_text(tmp_path / "E15.json", json.dumps({**result_of(*cells), "experiment": "E15"}))
+    text = scaling.blocks(tmp_path)[scaling.PAGE]["projections"]
+    assert "| 8B 16x512 | 64 | 45.36 | 0.00 | 0.913 | 0.913 | 0.55 |" in text
+    assert "| 8B 1x524288 on 8 GPUs | 512 | 45.99 | 112.74 | 1.191 | 95.000 | 1.00 |" in text
+    assert "| 1B 16x1024 | 64 | 6.78 | 0.00 | 0.139 |  |  |" in text and "a device" in text
+    assert all(marker in scaling.PAGE.read_text() for marker in report.markers("projections"))
 
 
 def test_summaries_are_of_cells_and_rows_that_exist():

@@ -11,8 +11,15 @@ from torch import nn
 
 import liger
 
+# Tensor parallelism spreads them over the ranks.
+HEADS = max(4, ranks.WORLD)
 CONFIG = SimpleNamespace(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4, hidden_act="silu", layers=2
+    vocab_size=96,
+    hidden_size=8 * HEADS,
+    intermediate_size=48,
+    num_attention_heads=HEADS,
+    hidden_act="silu",
+    layers=2,
 )
 
 # Every MLP that has to work in every framework, made from a configuration.

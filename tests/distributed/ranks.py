@@ -53,6 +53,15 @@ def total(value):
     return value
 
 
+def assert_same_on_all(value):
+    """Every rank has the same bits of a tensor; a sum over ranks would round."""
+    value = value.detach().contiguous()
+    of_ranks = [torch.empty_like(value) for _ in range(WORLD)]
+    dist.all_gather(of_ranks, value)
+    for rank, other in enumerate(of_ranks):
+        assert torch.equal(other, value), f"rank {rank} has {other}, rank {RANK} has {value}"
+
+
 def whole(tensor):
     """The full value of a tensor that may be sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

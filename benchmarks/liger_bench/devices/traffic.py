@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Bytes that a rank sends in a training step: counted, predicted, and the time that a network takes for them.
 
-    PYTHONPATH=benchmarks python -m liger_bench.devices.traffic
-
 Every collective is taken for a ring: of n ranks, each sends (n - 1) / n of the gathered or scattered tensor,
 and twice as much to reduce it on all ranks. In an exchange of all with all it keeps 1 / n of its tensor.
 """
 
-import argparse
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +103,7 @@ def ulysses(tokens, hidden, kv_hidden, layers, ranks, element=2, forwards=2):
     Args:
         tokens: of the whole sequence.
         hidden, kv_hidden: heads times size of a head, of queries and of keys.
-        forwards: 2 with gradient checkpointing, else 1.
+        forwards: 2 with gradient checkpointing, else 1; between them where some layers recompute attention.
     """
     exchanged = tokens / ranks * (2 * hidden + 2 * kv_hidden) * element * layers
     return round((forwards + 1) * exchanged * (ranks - 1) / ranks)
@@ -146,76 +141,43 @@ H100 = Network("8 GPUs per host on NVLink at 450 GB/s, 400 Gb/s InfiniBand per G
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of a rank: seconds of computation, and what it sends.
+    """A training step of a rank under FSDP2, whose traffic overlaps with the computation entirely.
 
-    ``overlapped``: whether the traffic runs while the GPU computes, so that the longer of the two counts.
+    Attributes:
+        parameters: how many the model has; ``kept`` as for :func:`fsdp2`.
+        seconds: of the step of a rank without traffic between hosts, or None where it was not measured.
+        exchanged: bytes of :func:`ulysses`, which a rank sends to the others of its host, if these have one
+            sequence. They do not overlap, and ``seconds`` has them.
     """
 
     name: str
-    compute: float
-    sent: Callable
-    collectives: int
-    overlapped: bool = True
+    parameters: int
+    kept: int
+    layers: int
+    seconds: float | None = None
+    exchanged: int = 0
 
-    def seconds(self, network, ranks):
-        """(seconds of the traffic, seconds of the step)"""
-        traffic = network.seconds(self.sent(ranks), ranks, self.collectives)
-        return traffic, max(self.compute, traffic) if self.overlapped else self.compute + traffic
-
-
-# Of Llama-3.2-1B, whose head is tied, and of Llama-3-8B: all parameters, and embedding and head.
-PARAMETERS = {"1B": (1_235_814_400, 262_670_336), "8B": (8_030_261_248, 1_050_677_248)}
-LAYERS = {"1B": 16, "8B": 32}
-RANKS = (2, 8, 64, 512)
-
-
-def steps(compute):
-    """The steps that docs/lab/scaling.md predicts, with {name: seconds of computation of one rank}."""
-    return [
-        Step(
-            f"FSDP2, {name}",
-            seconds,
-            lambda n, m=name[:2]: fsdp2(PARAMETERS[m][0], n, kept=PARAMETERS[m][1]),
-            3 * LAYERS[name[:2]] + 2,
-        )
-        for name, seconds in compute.items()
-    ]
+    def row(self, network, ranks):
+        """A row of :func:`projections`."""
+        sent = fsdp2(self.parameters, ranks, self.kept)
+        # Three collectives of a layer, and two of embedding and head.
+        traffic = network.seconds(sent, ranks, 3 * self.layers + 2)
+        within = network.seconds(self.exchanged, network.per_host, 12 * self.layers) if self.exchanged else 0
+        row = [
+            self.name,
+            str(ranks),
+            f"{sent / 1e9:.2f}",
+            f"{self.exchanged / 1e9:.2f}",
+            f"{traffic + within:.3f}",
+        ]
+        if self.seconds is None:
+            return [*row, "", ""]
+        step = max(self.seconds, traffic)
+        return [*row, f"{step:.3f}", f"{self.seconds / step:.2f}"]
 
 
-def markdown(made, network=H100, ranks=RANKS):
-    """A table: bytes, seconds of traffic and of the step, and the share of one GPU's speed, per number of
-    ranks."""
-    lines = [
-        "| step | ranks | GB sent | traffic, s | step, s | of the speed without traffic |",
-        "|---|" + "---|" * 5,
-    ]
-    for step in made:
-        for n in ranks:
-            traffic, seconds = step.seconds(network, n)
-            lines.append(
-                f"| {step.name} | {n} | {step.sent(n) / 1e9:.2f} | {traffic:.3f} | {seconds:.3f} | "
-                f"{step.compute / seconds:.2f} |"
-            )
-    return "\n".join(lines)
-
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--compute", nargs=2, action="append", metavar=("NAME", "SECONDS"),
-        help="a step, named 1B or 8B and more words, and the seconds that a rank computes; repeatable",
-    )  # fmt: skip
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    given = parser.parse_args(arguments)
-    compute = given.compute or [("8B, 16 x 512 tokens per rank", "0.86")]
-    unknown = [name for name, _ in compute if name[:2] not in PARAMETERS]
-    if unknown:
-        parser.error(f"--compute {unknown[0]!r}: expected a name that begins with {' or '.join(PARAMETERS)}")
-    print(markdown(steps({name: float(seconds) for name, seconds in compute}), ranks=given.ranks))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def projections(steps, network=H100, ranks=(8, 64, 512)):
+    """(header, rows) of a table: what each step sends on so many ranks, and how long it takes."""
+    header = ["step of a rank", "ranks", "GB by FSDP2", "GB by the sequence", "traffic, s", "step, s",
+              "of the speed without FSDP2's traffic"]  # fmt: skip
+    return header, [step.row(network, n) for step in steps for n in ranks]

@@ -153,6 +153,7 @@ EXPERIMENTS = {
             "head": (*VOCABULARY, "benchmarks/liger_bench/devices/vocabulary.py"),
             "FSDP2": _LLAMA,
             "one sequence": (*_LLAMA, *_TILED),
+            "planned": _PLANNED,
         },
     ),
     "E16": (CELLS, _LLAMA, {"plan": _PLANNED, "tiled": _TILED}),

@@ -158,7 +158,7 @@ def test_errors_have_the_name_of_the_function():
     if not ranks.ON_GPU:
         local = torch.full_like(target, V) if ranks.RANK == 1 else target
         odd = DTensor.from_local(local, ranks.mesh(), [R], run_check=False)
-        words = "" if ranks.RANK == 1 else "rank 1 of 2 raised: "
+        words = "" if ranks.RANK == 1 else f"rank 1 of {ranks.WORLD} raised: "
         with pytest.raises(RuntimeError, match=f"^fused_linear_ce: {words}target at row 0 is {V}"):
             liger.fused_linear_ce(*given[:2], odd)
 

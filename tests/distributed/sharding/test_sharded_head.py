@@ -353,8 +353,8 @@ def test_shards_that_are_no_dtensors(caplog):
     for hook in (before, after):
         hook.__module__ = "transformers.integrations.tensor_parallel"
 
-    model = families.make("llama", tied=False)
-    plain = families.make("llama", tied=False)
+    # The ranks gather shards of one size.
+    model, plain = (families.make("llama", tied=False, vocab_size=304) for _ in range(2))
     head = model.lm_head
     head.weight = torch.nn.Parameter(head.weight.detach().chunk(ranks.WORLD)[ranks.RANK].clone())
     head.register_forward_pre_hook(before)

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
 import liger
 
 TOKENS, WHOLE = Shard(1), Replicate()
+# The styles of torch take shards of one size.
+LENGTH = 4 * ranks.WORLD
 
 
 def on_whole_tokens():
@@ -62,7 +64,7 @@ def parallelize(model):
 def test_matches_one_process(mlp):
     """The loss of sharded tokens: a rank sees only its part of the hidden states, and never the others'."""
     model = models.make(mlp, device=ranks.DEVICE)
-    batches = [[models.batch(8, 1, ranks.DEVICE), models.batch(12, 2, ranks.DEVICE)]]
+    batches = [[models.batch(LENGTH, 1, ranks.DEVICE), models.batch(2 * LENGTH, 2, ranks.DEVICE)]]
     reference = models.Reference(model, batches)
     model = parallelize(model)
     denominator, total = models.count(batches[0]), 0.0
@@ -78,7 +80,7 @@ def test_matches_one_process(mlp):
 def test_mean_without_a_denominator(mlp):
     """The mean over the tokens of all ranks, of which one rank has fewer that count."""
     model = models.make(mlp, device=ranks.DEVICE)
-    ids, target = models.batch(8, 4, ranks.DEVICE)
+    ids, target = models.batch(LENGTH, 4, ranks.DEVICE)
     reference = models.Reference(model, [[(ids, target)]])
     model = parallelize(model)
     loss = model(ids, target, None)
@@ -89,7 +91,7 @@ def test_mean_without_a_denominator(mlp):
 def test_patched_llama():
     """A patched Hugging Face model: its norms take sharded tokens, its MLPs and its head sharded features."""
     model = tiny_models.make("llama", ranks.DEVICE)
-    inputs = tiny_models.batch(ranks.DEVICE, tokens=12)
+    inputs = tiny_models.batch(ranks.DEVICE, tokens=LENGTH)
     expected = tiny_models.step(tiny_models.twin(model), **inputs)
     liger.patch(model)
     on_tokens = PrepareModuleInputOutput(

@@ -9,6 +9,7 @@ import ranks
 import tiny_models
 import torch
 import torch.distributed as dist
+from planned_llama import LAYERS, MOST, PLENTY, attention_first, counts, set_level
 from torch.distributed.nn.functional import all_to_all_single
 
 import liger
@@ -103,13 +104,41 @@ def test_sequence_parallelism_is_the_whole_step(patched):
         torch.testing.assert_close(
             grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+    assert counted.sent == {"all_to_all": exchanged(model, tokens, forwards=1)}
+
+
+def exchanged(model, tokens, forwards):
+    """The bytes that sequence parallelism is predicted to send."""
     config = model.config
-    size = config.hidden_size // heads if getattr(config, "head_dim", None) is None else config.head_dim
-    sent_kv = max(kv_heads, ranks.WORLD) * size
-    predicted = traffic.ulysses(
-        2 * length, heads * size, sent_kv, config.num_hidden_layers, ranks.WORLD, element=4, forwards=1
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return traffic.ulysses(
+        tokens.numel(),
+        config.num_attention_heads * size,
+        max(config.num_key_value_heads, ranks.WORLD) * size,
+        config.num_hidden_layers,
+        ranks.WORLD,
+        element=4,
+        forwards=forwards,
     )
-    assert counted.sent == {"all_to_all": predicted}
+
+
+@pytest.mark.usefixtures(attention_first.__name__)
+def test_a_kept_attention_is_not_exchanged_again():
+    """Under a plan, whose layers recompute everything, and then everything but attention."""
+    model = ulysses.enable(liger.patch(llama(num_attention_heads=8, num_hidden_layers=LAYERS)))
+    liger.transformers.checkpoint(model, PLENTY)
+    tokens = torch.randint(3, 200, (2, 8 * ranks.WORLD), generator=torch.Generator().manual_seed(1))
+    tokens, expected = tokens.to(ranks.DEVICE), None
+    for level in (0, 0, MOST, MOST):
+        set_level(model, level)
+        model.zero_grad()
+        with traffic.Traffic() as counted:
+            model(**ulysses.inputs(tokens)).loss.backward()
+        expected = expected or [p.grad.clone() for p in model.parameters()]
+        assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+    recomputed, attention, _ = counts(model)
+    assert attention == MOST
+    assert counted.sent["all_to_all"] == exchanged(model, tokens, forwards=1 + recomputed / LAYERS)
 
 
 def test_arguments_that_do_not_divide_are_refused():

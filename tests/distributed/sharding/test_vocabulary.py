@@ -44,7 +44,7 @@ def test_fused_linear_ce(dtype, reduction, budget):
     ):
         error = (ranks.whole(part.grad) - wanted).norm() / wanted.norm()
         assert error <= tolerance, f"gradient of {name}: error {error.item():.3g}"
-    assert torch.equal(ranks.total(loss.detach()), ranks.WORLD * loss.detach())
+    ranks.assert_same_on_all(loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -74,7 +74,7 @@ def test_fused_linear_logprobs(dtype, temperature, budget):
         error = (ranks.whole(part.grad) - wanted).norm() / wanted.norm()
         assert error <= tolerance, f"gradient of {name}: error {error.item():.3g}"
     for result in found[:2]:
-        assert torch.equal(ranks.total(result.detach()), ranks.WORLD * result.detach())
+        ranks.assert_same_on_all(result)
 
 
 @pytest.mark.parametrize("name", ["fused_linear_ce", "cross_entropy"])

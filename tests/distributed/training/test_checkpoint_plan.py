@@ -55,7 +55,13 @@ def sharded(model):
     return fully_shard(model, mesh=ranks.mesh())
 
 
-WRAPPERS = {"none": lambda model: model, "ddp": DistributedDataParallel, "fsdp2": sharded}
+def replicated(model):
+    """DDP. More than two ranks keep its first buckets: otherwise the second step has other ones, and the
+    order in which ranks add depends on the place in the bucket."""
+    return DistributedDataParallel(model, find_unused_parameters=ranks.WORLD > 2)
+
+
+WRAPPERS = {"none": lambda model: model, "ddp": replicated, "fsdp2": sharded}
 
 
 @pytest.mark.parametrize("order", ["planner first", "planner last"])
@@ -122,14 +128,14 @@ needs_counts = pytest.mark.skipif(ranks.ON_GPU, reason="on a GPU the memory is m
 
 @needs_counts
 def test_ranks_whose_times_differ_agree_on_a_path(monkeypatch):
-    """One rank has found that attention takes time, the other one that it takes none."""
+    """One rank has found that attention takes no time, the others that it takes some."""
     monkeypatch.setattr(planning, "path", memory_plan.path)
-    monkeypatch.setattr(planning, "estimated", lambda *_: (10**6, ranks.RANK * 9 * 10**5))
+    monkeypatch.setattr(planning, "estimated", lambda *_: (10**6, min(ranks.RANK, 1) * 9 * 10**5))
     model = lt.checkpoint(make(), PLENTY)
     step(model), step(model)
     paths = [None] * ranks.WORLD
     torch.distributed.all_gather_object(paths, planners(model)[0].plan.upgrades)
-    assert paths[0] == paths[1] and len(paths[0]) == 2 * MOST
+    assert all(path == paths[0] for path in paths) and len(paths[0]) == 2 * MOST
 
 
 @needs_counts
@@ -149,7 +155,8 @@ def test_a_longer_step_of_one_rank_shrinks_the_plan_of_all(capsys):
     for tokens in (12, 40):
         step(model, tokens if ranks.RANK == 1 else 11)
         counts = counts_of_ranks(model)
-        assert counts[0] == counts[1] and counts[0][0] < MOST and counts[0][1] == [2 * tokens]
+        assert all(count == counts[0] for count in counts)
+        assert counts[0][0] < MOST and counts[0][1] == [2 * tokens]
     assert kept(model) == 0
     # One rank prints.
     assert ("are more than in any step before" in capsys.readouterr().err) == (ranks.RANK == 0)
@@ -176,7 +183,7 @@ def test_one_rank_alone_starts_to_offload(micro_batch):
     assert levels[start - 1] == MOST and levels[start] == 0 and levels[-1] == MOST
     of_ranks = [None] * ranks.WORLD
     torch.distributed.all_gather_object(of_ranks, (levels, planner.settled, planner.kept, planner.age))
-    assert of_ranks[0] == of_ranks[1]
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
 
 
 def test_a_group_of_one_rank(capsys):

@@ -17,7 +17,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "expert_parallel.py"
 if not EXAMPLE.is_file():
     pytest.skip("no examples beside the tests", allow_module_level=True)
 
-EXPERTS, CHOICES, HIDDEN, INTERMEDIATE = 6, 3, 16, 24
+OF_A_RANK, CHOICES, HIDDEN, INTERMEDIATE = 3, 3, 16, 24
+EXPERTS = OF_A_RANK * ranks.WORLD
 
 
 def example():
@@ -31,10 +32,10 @@ ROUTINGS = {
     "distinct": lambda rank, tokens: torch.rand(tokens, EXPERTS).topk(CHOICES).indices,
     "sentinels": lambda rank, tokens: torch.randint(2 * EXPERTS, (tokens, CHOICES)),
     "one expert": lambda rank, tokens: torch.full((tokens, CHOICES), EXPERTS - 1),
-    "the other rank": lambda rank, tokens: (
-        torch.randint(EXPERTS // 2, (tokens, CHOICES)) + EXPERTS // 2 * (1 - rank)
+    "the next rank": lambda rank, tokens: (
+        torch.randint(OF_A_RANK, (tokens, CHOICES)) + OF_A_RANK * ((rank + 1) % ranks.WORLD)
     ),
-    "sentinels alone on a rank": lambda rank, tokens: (
+    "sentinels alone but on one rank": lambda rank, tokens: (
         torch.randint(EXPERTS, (tokens, CHOICES)) + rank * EXPERTS
     ),
 }
@@ -64,12 +65,13 @@ def test_values_and_gradients(routing):
     mine.requires_grad_(), my_weights.requires_grad_()
     y = ours(mine, index, my_weights)
     (y * upstream).sum().backward()
-    at = slice(0, 5) if ranks.RANK == 0 else slice(5, None)
+    begin = sum(len(of_rank[0]) for of_rank in of_ranks[: ranks.RANK])
+    at = slice(begin, begin + len(mine))
     torch.testing.assert_close(y, expected[at])
     torch.testing.assert_close(mine.grad / ranks.WORLD, x.grad[at])
     torch.testing.assert_close(my_weights.grad / ranks.WORLD, weights.grad[at])
     for name, parameter in ours.experts.named_parameters():
-        assert len(parameter) == EXPERTS // ranks.WORLD
+        assert len(parameter) == OF_A_RANK
         torch.testing.assert_close(parameter.grad, of_whole[name].chunk(ranks.WORLD)[ranks.RANK])
 
 

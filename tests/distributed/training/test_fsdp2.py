@@ -17,11 +17,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def shard(model, tied=False, **options):
     """Shards each block, the head unless its weight is the embedding's too, and the rest."""
+    options = {"mesh": ranks.mesh(), **options}
     for block in model.blocks:
-        fully_shard(block, mesh=ranks.mesh(), **options)
+        fully_shard(block, **options)
     if not tied:
-        fully_shard(model.head, mesh=ranks.mesh(), **options)
-    return fully_shard(model, mesh=ranks.mesh(), **options)
+        fully_shard(model.head, **options)
+    return fully_shard(model, **options)
 
 
 def train(model, batches):

@@ -26,7 +26,7 @@ def shard(model, layout="root", **options):
     are final norm and head together, with the embedding if it is tied; ``small``: so is every norm, router
     and experts module.
     """
-    wrap = functools.partial(fully_shard, mesh=ranks.mesh(), **options)
+    wrap = functools.partial(fully_shard, **{"mesh": ranks.mesh(), **options})
     layers, tied, head, embedding = (
         layers_of(model),
         is_tied(model),
