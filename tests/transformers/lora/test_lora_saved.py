@@ -11,10 +11,10 @@ import liger
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from test_lora_groups import heads_of
 from test_lora_layers import (
     HIDDEN,
     KV,
-    LINEAR,
     PER_LAYER,
     RANK,
     ROWS,
@@ -70,11 +70,8 @@ def test_q_k_and_v_save_their_input_once_and_no_copies():
     ours, theirs = pair(dtype=torch.bfloat16)
     x = x_of(torch.bfloat16)
 
-    def run(attention):
-        q, k, v = (getattr(attention, name)(x) for name in LINEAR[:3])
-        return q.sum() + k.sum() + v.sum()
-
-    found, before = (saved_bytes(lambda m=m: run(layer_of(m).self_attn), m) for m in (ours, theirs))
+    heads = [heads_of(model) for model in (ours, theirs)]
+    found, before = (saved_bytes(lambda m=m: sum(t.sum() for t in m(x)), m) for m in heads)
     factors = 3 * RANK * HIDDEN + RANK * (HIDDEN + 2 * KV)
     sums = 3 * 8  # Autograd keeps nothing of the sums but their shapes; the allowance is a few scalars.
     # The first products and the factors are float32.
@@ -122,44 +119,6 @@ def test_checkpointing_does_not_repeat_down_proj():
         counts.append(products_of(lambda model=ours: seeded_step(model)))
     # In two layers.
     assert counts[1] - counts[0] == 2 * batch()["input_ids"].numel() * HIDDEN * WIDE
-
-
-def test_one_node_for_q_k_and_v():
-    ours, _ = pair()
-    attention, x = layer_of(ours).self_attn, x_of(torch.float32)
-    q, k, v = (getattr(attention, name)(x) for name in LINEAR[:3])
-    assert q.grad_fn is k.grad_fn is v.grad_fn
-    # Another tensor with the same values, and a call out of turn, compute their own result.
-    assert attention.k_proj(x).grad_fn is not q.grad_fn
-    again = attention.q_proj(x)
-    other = attention.k_proj(x.clone())
-    assert other.grad_fn is not again.grad_fn
-    torch.testing.assert_close(other, k)
-
-
-def test_an_output_without_a_gradient():
-    ours, theirs = pair()
-    results = []
-    for model in (ours, theirs):
-        attention = layer_of(model).self_attn
-        torch.manual_seed(2)
-        x = x_of(torch.float32)
-        q, _, v = (getattr(attention, name)(x) for name in LINEAR[:3])
-        (q.square().sum() + v.sum()).backward()
-        results.append((x.grad, attention.q_proj.lora_A["default"].weight.grad))
-    torch.testing.assert_close(*results)
-
-
-def test_an_input_that_is_written_is_not_taken_for_the_old_one():
-    ours, theirs = pair()
-    x, results = torch.randn(1, ROWS, HIDDEN), []
-    for model in (ours, theirs):
-        attention, given = layer_of(model).self_attn, x.clone()
-        with torch.no_grad():
-            attention.q_proj(given)
-            given.mul_(2)
-            results.append(attention.k_proj(given))
-    torch.testing.assert_close(*results)
 
 
 def in_four_bits(model):
