@@ -9,8 +9,9 @@ import torch
 
 from ..._core.op.autograd import differentiable_once, is_traced, non_overlapping, refuse_second_derivative
 from ..lora import products
+from ..lora.exact import without_autocast
 from ..lora.layer import base_part, compute_dtype, is_lora, part_of
-from ..lora.linear import by_part, operands, plain_weights, trains
+from ..lora.linear import by_part, operands, trains
 from ..recipe.classes import is_called_plainly
 from ..recipe.reuse import is_plain_linear
 
@@ -88,39 +89,33 @@ class _Context:
             setattr(self, name, getattr(ctx, name))
 
 
-def _factors(ctx):
+def _refuse_cast(ctx):
     if ctx.saved_tensors[0] is not None and ctx.saved_tensors[0].dtype != ctx.dtype:
         refuse_second_derivative(OP)
-    return [t for t in operands(ctx.parts) if t is not None and t.requires_grad]
+    return ()
 
 
-@differentiable_once(OP, _factors)
+@differentiable_once(OP, _refuse_cast)
+@without_autocast
 def _backward(ctx, grad):
-    parts = ctx.parts
-    *inputs, down = parts
-    count = len(inputs)
+    count = len(ctx.parts) - 1
     x, *rest = ctx.saved_tensors
     gate_up, rest = rest[:count], rest[count:]
-    weights, rest = rest[: count + 1], rest[count + 1 :]
-    weights = [p.weight if w is None else w for w, p in zip(weights, parts, strict=True)]
-    split = 2 + 2 * count
-    low, low_down = (products.Low.of_tensors(each) for each in (rest[:split], rest[split:]))
-    *needs, need_down = by_part(ctx.needs_input_grad[2:])
+    inputs, low = products.unsaved(ctx.parts[:count], rest[: 1 + 4 * count])
+    down, low_down = products.unsaved(ctx.parts[count:], rest[1 + 4 * count :])
+    needs = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
-    of_down = [down], low_down, weights[-1:]
     flat = [products.rows_of(grad)]
-    ups = products.ups_of(flat, low_down)
-    grad_product = products.gradients(None, flat, ups, *of_down, True, [(False, False, False)]).x
+    up, of_b = products.of_products(flat, down, low_down, needs[count:])
+    grad_product = products.of_input(flat, up, down, low_down)
     grad_product = grad_product.view(*grad.shape[:-1], grad_product.shape[-1])
     grads, product = ctx.form.gradients(ctx, grad_product, gate_up)
     del grad_product
-    found_down = products.gradients(product, flat, ups, *of_down, False, [need_down])
+    of_down = products.of_parameters(product, flat, up, of_b, down, low_down, needs[count:])
     del product
     flat = [products.rows_of(each) for each in grads]
-    ups = products.ups_of(flat, low)
-    found = products.gradients(x, flat, ups, inputs, low, weights[:count], ctx.need_x, needs)
-    grad_x = None if found.x is None else found.x.view(ctx.shape).to(ctx.dtype)
-    return None, grad_x, *found.parts, *found_down.parts
+    grad_x, of_inputs = products.gradients(x, flat, inputs, low, ctx.need_x, needs[:count])
+    return None, None if grad_x is None else grad_x.view(ctx.shape).to(ctx.dtype), *of_inputs, *of_down
 
 
 def gated_lora(form, parts, x, inplace):
@@ -148,9 +143,8 @@ def gated_lora(form, parts, x, inplace):
         x,
         operand if saves_x else None,
         *gate_up,
-        *plain_weights(parts),
-        *low.tensors(),
-        *low_down.tensors(),
+        *products.saved(parts[:-1], low),
+        *products.saved(parts[-1:], low_down),
     )
     del gate_up, product
     return _GatedLora.apply(given, through, *tensors)
