@@ -11,7 +11,6 @@ import torch
 from ..._core.op.autograd import differentiable_once, refuse_second_derivative
 from . import products
 from .exact import without_autocast
-from .layer import compute_dtype
 
 OP = "LoRA linear"
 
@@ -40,14 +39,14 @@ def _refuse_cast(ctx):
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts, x, *tensors):
-        operand = x.to(compute_dtype(x))
-        low = products.low_products(operand, parts)
+        operand, taken = products.operands(x, parts)
+        low = products.low_products(taken, parts)
         results = products.linear_products(operand, parts, low)
-        ctx.parts, ctx.dtype, ctx.shape, ctx.was_cast = parts, x.dtype, x.shape, operand is not x
+        ctx.parts, ctx.dtype, ctx.shape, ctx.was_cast = parts, x.dtype, x.shape, taken is not x
         ctx.set_materialize_grads(False)
         saves_x = any(need_a for _, need_a, _ in by_part(ctx.needs_input_grad[2:]))
         ctx.save_for_backward(
-            operand if saves_x else None, *products.saved(parts, low, with_weights=ctx.needs_input_grad[1])
+            taken if saves_x else None, *products.saved(parts, low, with_weights=ctx.needs_input_grad[1])
         )
         return tuple(results) if len(results) > 1 else results[0]
 
@@ -62,12 +61,13 @@ class _Linears(torch.autograd.Function):
         like = next(grad for grad in grads if grad is not None)
         rows = ctx.shape[:-1].numel()
         grads = [
-            like.new_zeros(rows, outputs(part)) if grad is None else products.rows_of(grad)
+            like.new_zeros(rows, outputs(part)) if grad is None else grad
             for grad, part in zip(grads, parts, strict=True)
         ]
         needs = by_part(ctx.needs_input_grad[2:])
-        grad_x, others = products.gradients(x, grads, parts, low, ctx.needs_input_grad[1], needs)
-        return None, None if grad_x is None else grad_x.view(ctx.shape).to(ctx.dtype), *others
+        dtype = ctx.dtype if ctx.needs_input_grad[1] else None
+        grad_x, others = products.gradients(x, grads, parts, low, dtype, needs)
+        return None, None if grad_x is None else grad_x.view(ctx.shape), *others
 
 
 def outputs(part):
@@ -80,5 +80,5 @@ def linears(x, parts):
         results = _Linears.apply(parts, x, *operands(parts))
         return list(results) if len(parts) > 1 else [results]
     with torch.no_grad():
-        operand = x.to(compute_dtype(x))
-        return products.linear_products(operand, parts, products.low_products(operand, parts))
+        operand, taken = products.operands(x, parts)
+        return products.linear_products(operand, parts, products.low_products(taken, parts))

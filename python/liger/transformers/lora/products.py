@@ -66,6 +66,12 @@ def rows_of(x):
     return x.reshape(-1, x.shape[-1])
 
 
+def operands(x, parts):
+    """An input as the weights take it, and as the adapters do. Parts of one input have one dtype."""
+    operand = x.to(parts[0].dtype)
+    return operand, operand if torch.is_autocast_enabled(x.device.type) else x
+
+
 def _alpha(part):
     return part.scale / (1 - part.rate)
 
@@ -80,11 +86,16 @@ def _ranks(parts):
 
 
 def _masks(x, parts):
-    return tuple(_mask(x, p.a.dtype, p.rate) if p.rate > 0 else None for p in parts)
+    # Under autocast, PEFT does not cast the input of an adapter over 4 bits.
+    is_cast = not torch.is_autocast_enabled(x.device.type)
+    return tuple(
+        _mask(x, p.a.dtype if is_cast or p.state is None else p.result, p.rate) if p.rate > 0 else None
+        for p in parts
+    )
 
 
 def _mask(x, dtype, rate):
-    """(rows, inputs) the mask that PEFT's dropout of x, cast to the dtype of the adapter, would draw."""
+    """(rows, inputs) the mask that PEFT's dropout of x, cast to the dtype, would draw."""
     like = rows_of(x).to(dtype)
     if x.is_cuda:
         return torch.native_dropout(like, rate, True)[1]
@@ -134,29 +145,41 @@ def _kept(rows, mask):
 
 
 def linear_products(x, parts, low):
-    """The result of each part, in the dtype of x."""
+    """The result of each part; ``x``: as the weights take it."""
     results = []
     for part, b, columns in zip(parts, low.bs, _ranks(parts), strict=True):
         bias = None if part.bias is None else part.bias.to(x.dtype)
         y = nn.functional.linear(x, dense(part.weight, part.state, x.dtype), bias)
         if b is not None:
+            y = y if b.dtype == y.dtype else y.to(part.result)
             _add_(y.view(-1, y.shape[-1]), low.h[:, columns], b.t(), _alpha(part))
-        results.append(y)
+        results.append(y.to(part.result))
     return results
 
 
-def gradients(x, grads, parts, low, need_x, needs):
+def gradients(x, grads, parts, low, dtype, needs):
     """(the gradient of the input of :func:`linear_products` or None, per part the gradients of bias, a and b)
 
     Args:
-        x: the input, or None if no first factor trains.
-        grads: the gradients of the results, as rows.
-        need_x: whether the gradient of the input is needed.
+        x: the input as the adapters take it, or None if no first factor trains.
+        grads: the gradients of the results.
+        dtype: of the gradient of the input; None if it is not needed.
         needs: per part whether the gradients of bias, a and b are.
     """
+    grads = rows_of_grads(grads, parts, low)
     up, of_b = of_products(grads, parts, low, needs)
-    grad_x = of_input(grads, up, parts, low) if need_x else None
+    grad_x = None if dtype is None else of_input(grads, up, parts, low, dtype)
     return grad_x, of_parameters(x, grads, up, of_b, parts, low, needs)
+
+
+def rows_of_grads(grads, parts, low):
+    """The gradients of the results as rows; in the dtype of the products, if weights and adapters have
+    one."""
+    dtype = None if low.h is None else low.h.dtype
+    return [
+        rows_of(grad).to(part.dtype) if dtype in (None, part.dtype) else rows_of(grad)
+        for grad, part in zip(grads, parts, strict=True)
+    ]
 
 
 def of_products(grads, parts, low, needs):
@@ -170,13 +193,16 @@ def of_products(grads, parts, low, needs):
     return (torch.cat(ups, 1) if len(ups) > 1 else ups[0] if ups else None), of_b
 
 
-def of_input(grads, up, parts, low):
-    """The gradient of the input, as rows."""
+def of_input(grads, up, parts, low, dtype):
+    """The gradient of the input in a dtype, as rows."""
     grad_x = None
     for grad, part in zip(grads, parts, strict=True):
+        grad = grad.to(part.dtype)
         weight = dense(part.weight, part.state, grad.dtype)
         grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         del weight
+    if up is not None and up.dtype != grad_x.dtype:
+        grad_x = grad_x.to(dtype)
     if any(mask is not None for mask in low.masks):
         for part, mask, at in zip(parts, low.masks, _ranks(parts), strict=True):
             if part.a is not None:
@@ -184,14 +210,15 @@ def of_input(grads, up, parts, low):
                 grad_x.add_(term if mask is None else term.mul_(mask))
     elif up is not None:
         _add_(grad_x, up, low.a)
-    return grad_x
+    return grad_x.to(dtype)
 
 
 def of_parameters(x, grads, up, of_b, parts, low, needs):
     """Per part the gradients of bias, a and b, in one list."""
     columns, of_a = _ranks(parts), [None] * len(parts)
     if any(need_a for _, need_a, _ in needs):
-        rows = rows_of(x)
+        # The product in a gated MLP may have more bits than its adapter takes.
+        rows = rows_of(x) if up.dtype == torch.float32 else rows_of(x).to(up.dtype)
         dtype = next(part.a.dtype for part in parts if part.a is not None)
         if any(mask is not None for mask in low.masks):
             of_a = [

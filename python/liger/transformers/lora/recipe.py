@@ -76,10 +76,14 @@ class LoraLinearRecipe:
 def _run_group(call, part, followers, x):
     parts = {follower: part_of(follower, x) for follower in followers if not follower._forward_pre_hooks}
     parts = {follower: each for follower, each in parts.items() if each is not None}
-    same = {f: p for f, p in parts.items() if (p.a.dtype, p.a.shape[1]) == (part.a.dtype, part.a.shape[1])}
+    same = {follower: each for follower, each in parts.items() if _kind(each) == _kind(part)}
     result, *others = linears(x, [part, *same.values()])
     call.keep(x, dict(zip(same, others, strict=True)))
     return result
+
+
+def _kind(part):
+    return part.dtype, part.result, part.a.dtype, part.a.shape[1]
 
 
 # --- recognition --------------------------------------------------------------------------------------------
@@ -113,7 +117,8 @@ def _try(module):
     expected = trials.result_of(module, layer, x)
     if isinstance(expected, str):
         return expected
-    part = Part(base.weight.detach(), None, base.bias.detach(), first.weight, second.weight, scale)
+    frozen = base.weight.detach(), None, base.bias.detach()
+    part = Part(*frozen, x.dtype, x.dtype, first.weight, second.weight, scale)
 
     def ours(x):
         return linears(x, [part])[0]

@@ -10,7 +10,7 @@ import torch
 from ..._core.op.autograd import differentiable_once, is_traced, non_overlapping, refuse_second_derivative
 from ..lora import products
 from ..lora.exact import without_autocast
-from ..lora.layer import base_part, compute_dtype, is_lora, part_of
+from ..lora.layer import base_part, is_lora, part_of
 from ..lora.linear import by_part, operands, trains
 from ..recipe.classes import is_called_plainly
 from ..recipe.reuse import is_plain_linear
@@ -37,8 +37,12 @@ def parts_of(inputs, down, x):
         return None
     if is_traced(x):
         return None
-    parts = [_part(layer, x) for layer in layers]
-    if any(part is None for part in parts) or not trains(parts):
+    parts = [_part(layer, x) for layer in inputs]
+    if any(part is None for part in parts) or len({(part.dtype, part.result) for part in parts}) > 1:
+        return None
+    dtype = parts[0].result
+    parts.append(_part(down, x if dtype == x.dtype else x.new_empty(0, dtype=dtype)))
+    if parts[-1] is None or not trains(parts):
         return None
     return parts if len({part.a.dtype for part in parts if part.a is not None}) == 1 else None
 
@@ -105,17 +109,17 @@ def _backward(ctx, grad):
     down, low_down = products.unsaved(ctx.parts[count:], rest[1 + 4 * count :])
     needs = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
-    flat = [products.rows_of(grad)]
+    flat = products.rows_of_grads([grad], down, low_down)
     up, of_b = products.of_products(flat, down, low_down, needs[count:])
-    grad_product = products.of_input(flat, up, down, low_down)
+    grad_product = products.of_input(flat, up, down, low_down, gate_up[0].dtype)
     grad_product = grad_product.view(*grad.shape[:-1], grad_product.shape[-1])
     grads, product = ctx.form.gradients(ctx, grad_product, gate_up)
     del grad_product
     of_down = products.of_parameters(product, flat, up, of_b, down, low_down, needs[count:])
     del product
-    flat = [products.rows_of(each) for each in grads]
-    grad_x, of_inputs = products.gradients(x, flat, inputs, low, ctx.need_x, needs[:count])
-    return None, None if grad_x is None else grad_x.view(ctx.shape).to(ctx.dtype), *of_inputs, *of_down
+    dtype = ctx.dtype if ctx.need_x else None
+    grad_x, of_inputs = products.gradients(x, grads, inputs, low, dtype, needs[:count])
+    return None, None if grad_x is None else grad_x.view(ctx.shape), *of_inputs, *of_down
 
 
 def gated_lora(form, parts, x, inplace):
@@ -123,11 +127,13 @@ def gated_lora(form, parts, x, inplace):
     :func:`.gated_linear.gated_linear`, but parts and x."""
     tensors = operands(parts)
     with torch.no_grad():
-        operand = x.to(compute_dtype(x))
-        low = products.low_products(operand, parts[:-1])
+        operand, taken = products.operands(x, parts[:-1])
+        low = products.low_products(taken, parts[:-1])
         gate_up = products.linear_products(operand, parts[:-1], low)
-        product = form.product(*gate_up)
-        low_down = products.low_products(product, parts[-1:])
+        del operand
+        product, taken_by_down = products.operands(form.product(*gate_up), parts[-1:])
+        low_down = products.low_products(taken_by_down, parts[-1:])
+        del taken_by_down
     given = {
         "form": form,
         "inplace": inplace and non_overlapping(gate_up),
@@ -141,10 +147,10 @@ def gated_lora(form, parts, x, inplace):
     through = _Saved.apply(
         anchor,
         x,
-        operand if saves_x else None,
+        taken if saves_x else None,
         *gate_up,
         *products.saved(parts[:-1], low),
         *products.saved(parts[-1:], low_down),
     )
-    del gate_up, product
+    del gate_up, product, taken
     return _GatedLora.apply(given, through, *tensors)
