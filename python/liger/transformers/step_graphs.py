@@ -138,10 +138,10 @@ class _GraphStep:
         # Without an optimizer: the memory of gradients from the capture on.
         self.memory: dict[Tensor, Tensor] = {}
 
-    def __call__(self, **inputs: Tensor | None) -> Tensor:
+    def __call__(self, **arguments: Tensor | None) -> Tensor:
         if self.optimizer is not None:
             self._follow_optimizer()
-        inputs = {name: value for name, value in inputs.items() if value is not None}
+        inputs = {name: value for name, value in arguments.items() if value is not None}
         shape = self._shape_of(inputs)
         if self.optimizer is not None and any(p.grad is not None for p in self.parameters):
             raise ValueError(
