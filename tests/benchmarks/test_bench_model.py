@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The models whose training steps are measured, and the ways to train them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +40,18 @@ def first_loss(prepare, **settings):
     trainee.measure(tokens)
     assert len(trainee.samples) == 1 and 0 < trainee.host[0] <= trainee.samples[0]
     return trainee.loss
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_model_of_4_bits_is_prepared_as_the_recipe_says(checkpointing):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    size = replace(TINY, dtype=torch.bfloat16, lora=2, nf4=True, checkpointing=checkpointing)
+    trainee = model_trainee.Trainee(Contestant(lambda model: model), size, "cpu")
+    trainee.build()
+    model = trainee.model.get_base_model()
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model.is_gradient_checkpointing is checkpointing
 
 
 def test_a_step_as_one_graph_needs_a_gpu():

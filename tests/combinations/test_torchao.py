@@ -91,6 +91,23 @@ def test_lora_on_quantised_weights(model_type, device):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_lora_layers_over_any_weights_are_nodes(name):
+    pytest.importorskip("peft")
+
+    def wrap(model):
+        return lora(quantise(model, name), *targets_of("llama"), init_lora_weights=False)
+
+    ours, theirs = (made("llama", o, wrap=wrap) for o in ("patch last", None))
+    report, given = lt.patch_report(ours), inputs_of("llama")
+    adapted = [module for module in theirs.modules() if hasattr(module, "lora_A")]
+    assert list(report.replaced.values()).count("lora_linear") == len(adapted) and not report.left
+    mlp = ours.get_base_model().model.layers[0].mlp
+    x = torch.randn(1, 2, mlp.down_proj.base_layer.out_features, requires_grad=True)
+    assert type(mlp(x).grad_fn).__name__ == "_LinearsBackward"  # of down_proj
+    assert_same_step(*(seeded_step(model.train(), given) for model in (ours, theirs)))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_quantised_head_returns_logits(order, name, caplog):
     ours, theirs = (made("llama", o, wrap=lambda m: quantise(m, name, head=True)) for o in (order, None))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``graph_step`` with a stand-in of CUDA graphs on the CPU; test_cuda_graphs.py has the graphs."""
 
-import re
-from pathlib import Path
-
 import pytest
 import tiny_models
 import torch
@@ -236,37 +233,6 @@ def test_a_learning_rate_of_several_groups():
     torch.testing.assert_close(after[1], after[0])
 
 
-@pytest.mark.slow
-def test_trainer_of_the_documents(tmp_path, monkeypatch):
-    """Losses and weights are as without its ``training_step``, with two shapes and accumulation."""
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/recipes/small_batches.md").read_text()
-    block = re.findall(r"```python\n(.*?)```", page, re.S)[1]
-    cpu = "use_cpu=True, gradient_accumulation_steps=2, per_device_train_batch_size=2, logging_steps=1"
-    assert "bf16=True" in block
-    data = [{"input_ids": row, "labels": row, "attention_mask": row > 0} for row in batches(1, 22, 8)[0]]
-    after = []
-    for code in (block, block.replace("GraphTrainer(model", "Trainer(model")):
-        torch.manual_seed(0)
-        made = []
-
-        class Kept(transformers.Trainer):
-            def __init__(self, made=made, **arguments):
-                made.append(self)
-                super().__init__(**arguments)
-
-        model = tiny_models.make("llama")
-        names = {"liger": liger, "model": model, "data": data, "Trainer": Kept}
-        names["TrainingArguments"] = transformers.TrainingArguments
-        exec(compile(code.replace("bf16=True", cpu), "small_batches.md", "exec"), names)
-        losses = [entry["loss"] for entry in made[0].state.log_history if "loss" in entry]
-        after.append((losses, [p.detach() for p in model.parameters()]))
-        assert hasattr(made[0], "graphed") == (len(after) == 1)
-    assert made[0].state.global_step == 8 and len(after[0][0]) == 8
-    torch.testing.assert_close(after[0], after[1])
-
-
 def test_the_loss_is_of_its_step():
     model = a_model()
     step = graph_step(model)
@@ -293,6 +259,14 @@ def test_too_many_shapes():
     ):
         step(**given(torch.full((1, 9), 5)))
     step(**given(torch.full((1, 4), 5)))
+
+
+def test_an_input_that_is_none_is_left_out():
+    step, tokens = graph_step(a_model()), batches(1, 2, 8)[0]
+    for _ in range(5):
+        found = step(**given(tokens), num_items_in_batch=None, attention_mask=None)
+    assert step.graphs.captures == 1
+    torch.testing.assert_close(found, a_model()(**given(tokens)).loss.detach())
 
 
 def test_inputs_that_are_not_tensors():

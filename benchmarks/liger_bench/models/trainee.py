@@ -15,7 +15,8 @@ SAME_LOSS = 2e-3
 
 
 def quantise(model, device):
-    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
+    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights, and
+    prepares the model as the recipe of docs/recipes/lora.md does: the other parameters are float32."""
     nn = importlib.import_module("bitsandbytes").nn
     for module in list(model.model.modules()):
         for name, child in list(module.named_children()):
@@ -27,6 +28,8 @@ def quantise(model, device):
                 made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
                 setattr(module, name, made.to(device))
     model.is_loaded_in_4bit = True  # PEFT asks for it
+    # Checkpointing stays as it is.
+    importlib.import_module("peft").prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def with_adapters(model, rank):

@@ -59,7 +59,8 @@ def graph_step(
 
     Returns:
         A function of the keyword arguments of the model, Tensors on any device, such as ``input_ids``,
-        ``labels`` and ``num_items_in_batch``. It returns the loss, detached, as a Tensor of no dimensions.
+        ``labels`` and ``num_items_in_batch``; those that are None are left out. It returns the loss,
+        detached, as a Tensor of no dimensions.
 
     Raises:
         TypeError: an argument of another type; an input that is not a Tensor.
@@ -137,9 +138,10 @@ class _GraphStep:
         # Without an optimizer: the memory of gradients from the capture on.
         self.memory: dict[Tensor, Tensor] = {}
 
-    def __call__(self, **inputs: Tensor) -> Tensor:
+    def __call__(self, **arguments: Tensor | None) -> Tensor:
         if self.optimizer is not None:
             self._follow_optimizer()
+        inputs = {name: value for name, value in arguments.items() if value is not None}
         shape = self._shape_of(inputs)
         if self.optimizer is not None and any(p.grad is not None for p in self.parameters):
             raise ValueError(

@@ -316,5 +316,5 @@ def test_evaluation_copies_and_pickles():
         expected = theirs.eval()(**batch()).loss
         for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             torch.testing.assert_close(model.eval()(**batch()).loss, expected, rtol=1e-6, atol=0)
-            followers = layer_of(model).self_attn.q_proj.__dict__["_liger_followers"]
-            assert followers[0] is layer_of(model).self_attn.k_proj
+            attention = layer_of(model).self_attn
+            assert attention.__dict__["_liger_groups"][attention.q_proj][0] is attention.k_proj

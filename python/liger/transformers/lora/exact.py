@@ -37,21 +37,26 @@ def _parts(t, count):
     return [*parts, t.view(torch.bfloat16)[:, 1::2]]
 
 
-def _without_autocast(product):
+def without_autocast(function):
     """Autocast may be on in the backward alone, where it would round the operands."""
 
-    @functools.wraps(product)
-    def exact(tensor, *others):
-        device = tensor.device.type
+    @functools.wraps(function)
+    def exact(*args):
+        device = next(a for a in args if isinstance(a, torch.Tensor)).device.type
         if not torch.is_autocast_enabled(device):
-            return product(tensor, *others)
+            return function(*args)
         with torch.autocast(device, enabled=False):
-            return product(tensor, *others)
+            return function(*args)
 
     return exact
 
 
-@_without_autocast
+def converted(t, dtype):
+    """A large operand of several products in their dtype, or itself if each is to split the other operand."""
+    return t.to(dtype) if t.numel() <= _CONVERTED else t
+
+
+@without_autocast
 def wide(a, b, scale=1.0):
     """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits."""
     m, n = a.shape[0], b.shape[1]
@@ -72,20 +77,20 @@ def wide(a, b, scale=1.0):
     return out if scale == 1 else out.mul_(scale)
 
 
-@_without_autocast
-def add_product_(y, a, b):
-    """``y += a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
+@without_autocast
+def add_product_(y, a, b, scale):
+    """``y += scale * a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
     if y.numel() <= _CONVERTED:
-        return y.add_(a @ b)
+        return y.add_(a @ b, alpha=scale)
     count = 2 if y.dtype == torch.bfloat16 else 3
     lefts, rights = _parts(a, count), _parts(b, count)
     a = torch.cat([part for i, part in enumerate(lefts) for _ in range(count - i)], 1)
     b = torch.cat([part for i in range(count) for part in rights[: count - i]])
     if y.dtype == torch.bfloat16:
-        return y.addmm_(a, b)
+        return y.addmm_(a, b, alpha=scale)
     # A GEMM of float16 takes no operands in bfloat16, and float16 lacks the range of the factors.
     for rows in row_blocks(y):
         out = torch.empty_like(y[rows], dtype=torch.float32)
         float32_product(a[rows], b, out)
-        y[rows].add_(out)
+        y[rows].add_(out, alpha=scale)
     return y

@@ -29,12 +29,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Part(NamedTuple):
     """One linear layer ``x W^T + bias + scale * dropout(x) A^T B^T``; a and b are None without an adapter.
 
-    ``state``: the quantisation state of a 4-bit weight, else None. ``rate``: of the dropout, 0 in evaluation.
+    ``state``: the quantisation state of a 4-bit weight, else None. ``dtype``: of the product with the weight;
+    ``result``: of y and its gradient. ``rate``: of the dropout, 0 in evaluation.
     """
 
     weight: torch.Tensor
     state: object
     bias: torch.Tensor | None
+    dtype: torch.dtype
+    result: torch.dtype
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scale: float = 1.0
@@ -195,13 +198,16 @@ def base_part(base, x):
         return None
     bias = base._parameters.get("bias")
     if is_four_bit(base):
-        # In evaluation on a CPU its own forward packs the weight into another format.
-        if weight.device.type == "cpu" and not base.training:
+        # In evaluation its own forward has kernels that read the packed weight, and packs it anew for a CPU.
+        if not base.training:
             return None
-        if not (x.dtype == dtype == dtype_of_four_bits(base, x)):
+        of_weight = dtype_of_four_bits(base, x)
+        if of_weight != dtype and torch.is_autocast_enabled(x.device.type):
             return None
-        return Part(weight, state_of_four_bits(base), bias)
+        # Its forward casts x, and the result back.
+        return Part(weight, state_of_four_bits(base), bias, of_weight, x.dtype)
     if is_quantised(weight):
-        return Part(weight, None, bias) if x.dtype == dtype == weight.dtype else None
-    fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
-    return Part(weight, None, bias) if fits and weight.dtype in _DTYPES else None
+        fits = x.dtype == dtype == weight.dtype
+    else:
+        fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return Part(weight, None, bias, dtype, dtype) if fits and weight.dtype in _DTYPES else None

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Linear layers with LoRA adapters that share an input, as one autograd node.
 
-It saves the input once, and of each adapter its first product (rows, r). Autograd would save the input of
-every adapter after a cast and after dropout, and add the gradients of the input pass by pass.
+It saves the input once, of each adapter its first product (rows, r), and its factors themselves. Autograd
+would save the input of every adapter after a cast and after dropout, and add the gradients of the input pass
+by pass.
 """
 
 import torch
 
-from ..._core.modules.quantised import is_quantised
 from ..._core.op.autograd import differentiable_once, refuse_second_derivative
 from . import products
-from .layer import compute_dtype
-from .products import Low
+from .exact import without_autocast
 
 OP = "LoRA linear"
 
@@ -30,54 +29,45 @@ def by_part(needed):
     return list(zip(needed[::3], needed[1::3], needed[2::3], strict=True))
 
 
-def _factors(ctx):
-    """The tensors on which the gradients depend, besides those that are saved."""
+def _refuse_cast(ctx):
+    """What is saved carries the history of the input, unless the input was cast."""
     if ctx.was_cast:
         refuse_second_derivative(OP)
-    return [t for t in operands(ctx.parts) if t is not None and t.requires_grad]
-
-
-def plain_weights(parts):
-    """The weights that a node saves; hooks on saved tensors would return quantised ones as plain."""
-    return [None if p.state is not None or is_quantised(p.weight) else p.weight for p in parts]
+    return ()
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts, x, *tensors):
-        dtype = compute_dtype(x)
-        operand = x.to(dtype)
-        low = products.low_products(operand, parts)
+        operand, taken = products.operands(x, parts)
+        low = products.low_products(taken, parts)
         results = products.linear_products(operand, parts, low)
-        needs = by_part(ctx.needs_input_grad[2:])
-        ctx.parts, ctx.dtype, ctx.was_cast = parts, x.dtype, operand is not x
-        ctx.saves_x = any(need_a for _, need_a, _ in needs)
+        ctx.parts, ctx.dtype, ctx.shape, ctx.was_cast = parts, x.dtype, x.shape, taken is not x
         ctx.set_materialize_grads(False)
-        weights = plain_weights(parts) if ctx.needs_input_grad[1] else [None] * len(parts)
-        ctx.save_for_backward(operand if ctx.saves_x else None, *weights, *low.tensors())
-        ctx.shape = x.shape
+        saves_x = any(need_a for _, need_a, _ in by_part(ctx.needs_input_grad[2:]))
+        ctx.save_for_backward(
+            taken if saves_x else None, *products.saved(parts, low, with_weights=ctx.needs_input_grad[1])
+        )
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
-    @differentiable_once(OP, _factors)
+    @differentiable_once(OP, _refuse_cast)
+    @without_autocast
     def backward(ctx, *grads):
-        parts, count = ctx.parts, len(ctx.parts)
         if all(grad is None for grad in grads):
-            return (None,) * (2 + 3 * count)
+            return (None,) * (2 + 3 * len(ctx.parts))
         x, *others = ctx.saved_tensors
-        weights = [p.weight if w is None else w for w, p in zip(others[:count], parts, strict=True)]
-        low = Low.of_tensors(others[count:])
+        parts, low = products.unsaved(ctx.parts, others)
         like = next(grad for grad in grads if grad is not None)
         rows = ctx.shape[:-1].numel()
         grads = [
-            like.new_zeros(rows, outputs(part)) if grad is None else products.rows_of(grad)
+            like.new_zeros(rows, outputs(part)) if grad is None else grad
             for grad, part in zip(grads, parts, strict=True)
         ]
         needs = by_part(ctx.needs_input_grad[2:])
-        ups = products.ups_of(grads, low)
-        found = products.gradients(x, grads, ups, parts, low, weights, ctx.needs_input_grad[1], needs)
-        grad_x = None if found.x is None else found.x.view(ctx.shape).to(ctx.dtype)
-        return None, grad_x, *found.parts
+        dtype = ctx.dtype if ctx.needs_input_grad[1] else None
+        grad_x, others = products.gradients(x, grads, parts, low, dtype, needs)
+        return None, None if grad_x is None else grad_x.view(ctx.shape), *others
 
 
 def outputs(part):
@@ -90,5 +80,5 @@ def linears(x, parts):
         results = _Linears.apply(parts, x, *operands(parts))
         return list(results) if len(parts) > 1 else [results]
     with torch.no_grad():
-        operand = x.to(compute_dtype(x))
-        return products.linear_products(operand, parts, products.low_products(operand, parts))
+        operand, taken = products.operands(x, parts)
+        return products.linear_products(operand, parts, products.low_products(taken, parts))

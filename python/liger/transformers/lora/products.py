@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from ..._core.math.float32_matmul import float32_product
+from ..._core.modules.quantised import is_quantised
 from .base_weight import dense
-from .exact import add_product_, wide
+from .exact import add_product_, converted, wide
 
 
 class Low(NamedTuple):
     """What the parts of one input have besides their base products.
 
     ``h``: (rows, R) ``dropout(x) A^T`` of all adapters side by side; ``a``: (R, inputs) their first factors;
-    ``bs``: per part (outputs, r) the second factor, scaled; all in one dtype, of the products or float32.
-    ``masks``: per part the dropout mask of the rows, True where x is kept. Each may be None.
+    ``bs``: per part (outputs, r) the second factor; all in one dtype, of the products or float32. ``masks``:
+    per part the dropout mask of the rows, True where x is kept. Each may be None.
     """
 
     h: torch.Tensor | None
@@ -31,17 +32,44 @@ class Low(NamedTuple):
     bs: tuple
     masks: tuple
 
-    def tensors(self):
-        return self.h, self.a, *self.bs, *self.masks
 
-    @classmethod
-    def of_tensors(cls, tensors):
-        h, a, *others = tensors
-        return cls(h, a, tuple(others[: len(others) // 2]), tuple(others[len(others) // 2 :]))
+def saved(parts, low, with_weights=True):
+    """The tensors of parts for a backward: no copies of factors, which :func:`unsaved` makes again."""
+    # Hooks on saved tensors would return quantised weights as plain ones.
+    weights = [
+        p.weight if with_weights and p.state is None and not is_quantised(p.weight) else None for p in parts
+    ]
+    return low.h, *low.masks, *weights, *(t for p in parts for t in (p.a, p.b))
+
+
+def unsaved(parts, tensors):
+    """(parts, low) of :func:`saved`."""
+    (h, *tensors), count = tensors, len(parts)
+    masks, weights, factors = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+    parts = [
+        part._replace(weight=part.weight if weight is None else weight, a=a, b=b)
+        for part, weight, a, b in zip(parts, weights, factors[::2], factors[1::2], strict=True)
+    ]
+    return parts, Low(h, *_factors(parts, None if h is None else h.dtype), tuple(masks))
+
+
+def _factors(parts, dtype):
+    """a and bs of :class:`Low`"""
+    firsts = [part.a.detach() for part in parts if part.a is not None]
+    if not firsts:
+        return None, (None,) * len(parts)
+    a = firsts[0] if len(firsts) == 1 else torch.cat(firsts)
+    return a.to(dtype), tuple(None if part.b is None else part.b.detach().to(dtype) for part in parts)
 
 
 def rows_of(x):
     return x.reshape(-1, x.shape[-1])
+
+
+def operands(x, parts):
+    """An input as the weights take it, and as the adapters do. Parts of one input have one dtype."""
+    operand = x.to(parts[0].dtype)
+    return operand, operand if torch.is_autocast_enabled(x.device.type) else x
 
 
 def _alpha(part):
@@ -58,44 +86,38 @@ def _ranks(parts):
 
 
 def _masks(x, parts):
-    return tuple(_mask(x, p.a.dtype, p.rate) if p.rate > 0 else None for p in parts)
+    # Under autocast, PEFT does not cast the input of an adapter over 4 bits.
+    is_cast = not torch.is_autocast_enabled(x.device.type)
+    return tuple(
+        _mask(x, p.a.dtype if is_cast or p.state is None else p.result, p.rate) if p.rate > 0 else None
+        for p in parts
+    )
 
 
 def _mask(x, dtype, rate):
-    """(rows, inputs) the mask that PEFT's dropout of x, cast to the dtype of the adapter, would draw."""
+    """(rows, inputs) the mask that PEFT's dropout of x, cast to the dtype, would draw."""
     like = rows_of(x).to(dtype)
     if x.is_cuda:
         return torch.native_dropout(like, rate, True)[1]
     return nn.functional.dropout(torch.ones_like(like), rate) != 0
 
 
-def _scaled(part, dtype):
-    scale = _alpha(part)
-    if part.b.dtype == dtype:
-        return part.b.detach() if scale == 1 else part.b * scale
-    return torch.mul(part.b, scale, out=part.b.new_empty(part.b.shape, dtype=dtype))
-
-
 def low_products(x, parts):
-    """:class:`Low` of an input in the dtype of the products. Call it without grad mode."""
+    """:class:`Low` of an input in the dtype in which the adapters take it. Call it without grad mode."""
     adapted = [part for part in parts if part.a is not None]
     if not adapted:
         return Low(None, None, (None,) * len(parts), (None,) * len(parts))
-    a = adapted[0].a.detach() if len(adapted) == 1 else torch.cat([part.a for part in adapted])
-    dtype = torch.float32 if _are_exact(x, a) else x.dtype
-    a, rows = a.to(dtype), rows_of(x)
-    masks = _masks(x, parts)
+    a, bs = _factors(parts, torch.float32 if _are_exact(x, adapted[0].a) else x.dtype)
+    rows, masks = rows_of(x), _masks(x, parts)
     if any(mask is not None for mask in masks):
-        columns = _ranks(parts)
         each = [
             _times(_kept(rows, m), a[c].t())
-            for p, m, c in zip(parts, masks, columns, strict=True)
+            for p, m, c in zip(parts, masks, _ranks(parts), strict=True)
             if p.a is not None
         ]
         h = torch.cat(each, 1)
     else:
         h = _times(rows, a.t())
-    bs = tuple(None if part.a is None else _scaled(part, dtype) for part in parts)
     return Low(h, a, bs, masks)
 
 
@@ -112,88 +134,104 @@ def _times(a, b):
     return a @ b if a.dtype == b.dtype else wide(a, b)
 
 
-def _add_(y, a, b):
-    """``y += a @ b``"""
-    return y.addmm_(a, b) if a.dtype == y.dtype else add_product_(y, a, b)
+def _add_(y, a, b, scale=1.0):
+    """``y += scale * a @ b``"""
+    return y.addmm_(a, b, alpha=scale) if a.dtype == y.dtype else add_product_(y, a, b, scale)
 
 
 def _kept(rows, mask):
-    # The scale of the dropout is part of the second factor.
+    # The scale of the dropout is a factor of the second product.
     return rows if mask is None else rows * mask
 
 
 def linear_products(x, parts, low):
-    """The result of each part, in the dtype of x."""
+    """The result of each part; ``x``: as the weights take it."""
     results = []
     for part, b, columns in zip(parts, low.bs, _ranks(parts), strict=True):
         bias = None if part.bias is None else part.bias.to(x.dtype)
         y = nn.functional.linear(x, dense(part.weight, part.state, x.dtype), bias)
         if b is not None:
-            _add_(y.view(-1, y.shape[-1]), low.h[:, columns], b.t())
-        results.append(y)
+            y = y if b.dtype == y.dtype else y.to(part.result)
+            _add_(y.view(-1, y.shape[-1]), low.h[:, columns], b.t(), _alpha(part))
+        results.append(y.to(part.result))
     return results
 
 
-class Gradients(NamedTuple):
-    """The gradients of the input, in the dtype of the products, and per part of bias, a and b."""
-
-    x: torch.Tensor | None
-    parts: list
-
-
-def ups_of(grads, low):
-    """Per part (rows, r) the gradient of its columns of ``h``, or None; ``grads`` are rows."""
-    return [None if b is None else _times(grad, b) for grad, b in zip(grads, low.bs, strict=True)]
-
-
-def gradients(x, grads, ups, parts, low, weights, need_x, needs):
-    """The :class:`Gradients` of :func:`linear_products`.
+def gradients(x, grads, parts, low, dtype, needs):
+    """(the gradient of the input of :func:`linear_products` or None, per part the gradients of bias, a and b)
 
     Args:
-        x: the input, or None if no first factor trains.
-        grads: the gradients of the results, as rows.
-        ups: of :func:`ups_of`.
-        weights: of the base layers, as :func:`dense` takes them.
-        need_x: whether the gradient of the input is needed.
+        x: the input as the adapters take it, or None if no first factor trains.
+        grads: the gradients of the results.
+        dtype: of the gradient of the input; None if it is not needed.
         needs: per part whether the gradients of bias, a and b are.
     """
-    columns = _ranks(parts)
-    known = [up for up in ups if up is not None]
-    up = None if not known else known[0] if len(known) == 1 else torch.cat(known, 1)
-    dropped = any(mask is not None for mask in low.masks)
+    grads = rows_of_grads(grads, parts, low)
+    up, of_b = of_products(grads, parts, low, needs)
+    grad_x = None if dtype is None else of_input(grads, up, parts, low, dtype)
+    return grad_x, of_parameters(x, grads, up, of_b, parts, low, needs)
+
+
+def rows_of_grads(grads, parts, low):
+    """The gradients of the results as rows; in the dtype of the products, if weights and adapters have
+    one."""
+    dtype = None if low.h is None else low.h.dtype
+    return [
+        rows_of(grad).to(part.dtype) if dtype in (None, part.dtype) else rows_of(grad)
+        for grad, part in zip(grads, parts, strict=True)
+    ]
+
+
+def of_products(grads, parts, low, needs):
+    """(the gradient of ``h`` or None, per part the gradient of b)"""
+    ups, of_b = [], []
+    for grad, part, b, at, (*_, need_b) in zip(grads, parts, low.bs, _ranks(parts), needs, strict=True):
+        if b is not None:
+            grad = converted(grad, b.dtype)
+            ups.append(_product(grad, b, b.dtype, _alpha(part)))
+        of_b.append(_product(grad.t(), low.h[:, at], part.b.dtype, _alpha(part)) if need_b else None)
+    return (torch.cat(ups, 1) if len(ups) > 1 else ups[0] if ups else None), of_b
+
+
+def of_input(grads, up, parts, low, dtype):
+    """The gradient of the input in a dtype, as rows."""
     grad_x = None
-    if need_x:
-        for grad, weight, part in zip(grads, weights, parts, strict=True):
-            wide = dense(weight, part.state, grad.dtype)
-            grad_x = grad @ wide if grad_x is None else grad_x.addmm_(grad, wide)
-            del wide
-        if up is not None and not dropped:
-            _add_(grad_x, up, low.a)
-        elif up is not None:
-            for each, mask, at in zip(ups, low.masks, columns, strict=True):
-                if each is not None:
-                    term = _add_(torch.zeros_like(grad_x), each, low.a[at])
-                    grad_x.add_(term if mask is None else term.mul_(mask))
-    of_a = [None] * len(parts)
+    for grad, part in zip(grads, parts, strict=True):
+        grad = grad.to(part.dtype)
+        weight = dense(part.weight, part.state, grad.dtype)
+        grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
+        del weight
+    if up is not None and up.dtype != grad_x.dtype:
+        grad_x = grad_x.to(dtype)
+    if any(mask is not None for mask in low.masks):
+        for part, mask, at in zip(parts, low.masks, _ranks(parts), strict=True):
+            if part.a is not None:
+                term = _add_(torch.zeros_like(grad_x), up[:, at], low.a[at])
+                grad_x.add_(term if mask is None else term.mul_(mask))
+    elif up is not None:
+        _add_(grad_x, up, low.a)
+    return grad_x.to(dtype)
+
+
+def of_parameters(x, grads, up, of_b, parts, low, needs):
+    """Per part the gradients of bias, a and b, in one list."""
+    columns, of_a = _ranks(parts), [None] * len(parts)
     if any(need_a for _, need_a, _ in needs):
-        rows = rows_of(x)
+        # The product in a gated MLP may have more bits than its adapter takes.
+        rows = rows_of(x) if up.dtype == torch.float32 else rows_of(x).to(up.dtype)
         dtype = next(part.a.dtype for part in parts if part.a is not None)
-        if not dropped:
-            whole = _product(up.t(), rows, dtype)
-            of_a = [None if each is None else whole[at] for each, at in zip(ups, columns, strict=True)]
-        else:
+        if any(mask is not None for mask in low.masks):
             of_a = [
-                None if each is None else _product(each.t(), _kept(rows, mask), dtype)
-                for each, mask in zip(ups, low.masks, strict=True)
+                _product(up[:, at].t(), _kept(rows, mask), dtype) if need_a else None
+                for at, mask, (_, need_a, _) in zip(columns, low.masks, needs, strict=True)
             ]
+        else:
+            whole = _product(up.t(), rows, dtype)
+            of_a = [whole[at] if need_a else None for at, (_, need_a, _) in zip(columns, needs, strict=True)]
     results = []
-    for grad, part, at, grad_a, (need_bias, need_a, need_b) in zip(
-        grads, parts, columns, of_a, needs, strict=True
-    ):
-        grad_bias = grad.sum(0).to(part.bias.dtype) if need_bias else None
-        grad_b = _product(grad.t(), low.h[:, at], part.b.dtype, _alpha(part)) if need_b else None
-        results += [grad_bias, grad_a if need_a else None, grad_b]
-    return Gradients(grad_x, results)
+    for grad, part, grad_a, grad_b, (need_bias, _, _) in zip(grads, parts, of_a, of_b, needs, strict=True):
+        results += [grad.sum(0).to(part.bias.dtype) if need_bias else None, grad_a, grad_b]
+    return results
 
 
 def _product(a, b, dtype, scale=1.0):

@@ -2,7 +2,8 @@
 """Recognition of LoRA layers by a trial, and the forward of their patched class.
 
 Layers that an attention calls with one argument (q, k, v) are computed by the first of them, in one node. The
-others find their result if they are called with that very tensor; if they are not, they compute it.
+others find their result within that call of the attention, if they are called with that very tensor; if they
+are not, they compute it.
 """
 
 import ast
@@ -13,21 +14,38 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from ..._core.op.autograd import is_traced
 from ..recipe import trials
-from ..recipe.classes import instance_forward, recipe_of
+from ..recipe.classes import give_class, instance_forward, patched_class, recipe_of
 from ..recipe.local import Local
 from .base_weight import why_not_dense
 from .layer import Part, is_lora, part_of, stand_in, why_not
 from .linear import linears
 
-# Attribute of the first layer of a group: the layers after it.
-FOLLOWERS = "_liger_followers"
+# Attribute of a module with groups: the first layer of each group -> the layers after it.
+GROUPS = "_liger_groups"
 
 
-# (x, its version, layer -> its result) of the latest group.
-_ahead = Local()
+class _Call:
+    """A running call of a module with groups, and the results of the latest group: they end with the call."""
+
+    __slots__ = ("groups", "results", "version", "x")
+
+    def __init__(self, groups):
+        self.groups, self.results, self.version, self.x = groups, None, None, None
+
+    def keep(self, x, results):
+        self.x, self.version, self.results = x, x._version, results
+
+    def found(self, layer, x):
+        if not self.results or self.x is not x or self.version != x._version:
+            return None
+        return self.results.pop(layer, None)
+
+
+_call = Local()
 
 
 @dataclass(frozen=True)
@@ -42,35 +60,30 @@ class LoraLinearRecipe:
         def forward(self, x, *args, **kwargs):
             if args or kwargs or is_traced(x):
                 return original.forward(self, x, *args, **kwargs)
-            found = _found_ahead(self, x)
-            if found is not None:
+            call = _call.value
+            # An inference tensor does not tell whether it was written.
+            followers = None if call is None or x.is_inference() else call.groups.get(self)
+            if followers is None and call is not None and (found := call.found(self, x)) is not None:
                 return found
             part = part_of(self, x)
             if part is None:
                 return original.forward(self, x)
-            followers = self.__dict__.get(FOLLOWERS)
-            return _run_group(self, part, followers, x) if followers else linears(x, [part])[0]
+            return _run_group(call, part, followers, x) if followers else linears(x, [part])[0]
 
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
-def _found_ahead(layer, x):
-    ahead = _ahead.value
-    if ahead is None or ahead[0] is not x or ahead[1] != x._version:
-        return None
-    found = ahead[2].pop(layer, None)
-    if not ahead[2]:
-        _ahead.value = None
-    return found
-
-
-def _run_group(layer, part, followers, x):
-    parts = {follower: part_of(follower, x) for follower in followers}
+def _run_group(call, part, followers, x):
+    parts = {follower: part_of(follower, x) for follower in followers if not follower._forward_pre_hooks}
     parts = {follower: each for follower, each in parts.items() if each is not None}
-    same = {f: p for f, p in parts.items() if (p.a.dtype, p.a.shape[1]) == (part.a.dtype, part.a.shape[1])}
+    same = {follower: each for follower, each in parts.items() if _kind(each) == _kind(part)}
     result, *others = linears(x, [part, *same.values()])
-    _ahead.value = (x, x._version, dict(zip(same, others, strict=True))) if others else None
+    call.keep(x, dict(zip(same, others, strict=True)))
     return result
+
+
+def _kind(part):
+    return part.dtype, part.result, part.a.dtype, part.a.shape[1]
 
 
 # --- recognition --------------------------------------------------------------------------------------------
@@ -104,7 +117,8 @@ def _try(module):
     expected = trials.result_of(module, layer, x)
     if isinstance(expected, str):
         return expected
-    part = Part(base.weight.detach(), None, base.bias.detach(), first.weight, second.weight, scale)
+    frozen = base.weight.detach(), None, base.bias.detach()
+    part = Part(*frozen, x.dtype, x.dtype, first.weight, second.weight, scale)
 
     def ours(x):
         return linears(x, [part])[0]
@@ -118,19 +132,43 @@ def _try(module):
 # --- groups -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class GroupRecipe:
+    """A module of no other recipe whose forward calls groups."""
+
+    kind: ClassVar[None] = None
+
+    def members(self, original):
+        return {}
+
+
 def group_layers(module):
     """Makes groups of the patched LoRA layers among the children of a module that its forward calls with one
     argument. Only a hint: results are right whatever the forward does."""
+    module.__dict__.pop(GROUPS, None)
     children = module._modules.items()
     layers = {name: child for name, child in children if isinstance(recipe_of(child), LoraLinearRecipe)}
-    for child in layers.values():
-        child.__dict__.pop(FOLLOWERS, None)
     if len(layers) < 2 or instance_forward(module) is not None:
         return
-    for names in _called_with_one_argument(trials.original(module).forward):
+    original, groups = trials.original(module), {}
+    for names in _called_with_one_argument(original.forward):
         group = [layers[name] for name in names if name in layers]
         if len(group) > 1:
-            group[0].__dict__[FOLLOWERS] = tuple(group[1:])
+            groups[group[0]] = tuple(group[1:])
+    if groups:
+        module.__dict__[GROUPS] = groups
+        give_class(module, patched_class(original, recipe_of(module) or GroupRecipe(), _holding_results))
+
+
+def _holding_results(function):
+    @functools.wraps(function)
+    def forward(self, *args, **kwargs):
+        if is_compiling() or (groups := self.__dict__.get(GROUPS)) is None:
+            return function(self, *args, **kwargs)
+        with _call.holding(_Call(groups)):
+            return function(self, *args, **kwargs)
+
+    return forward
 
 
 @functools.cache

@@ -9,8 +9,9 @@ import torch
 
 from ..._core.op.autograd import differentiable_once, is_traced, non_overlapping, refuse_second_derivative
 from ..lora import products
-from ..lora.layer import base_part, compute_dtype, is_lora, part_of
-from ..lora.linear import by_part, operands, plain_weights, trains
+from ..lora.exact import without_autocast
+from ..lora.layer import base_part, is_lora, part_of
+from ..lora.linear import by_part, operands, trains
 from ..recipe.classes import is_called_plainly
 from ..recipe.reuse import is_plain_linear
 
@@ -36,8 +37,12 @@ def parts_of(inputs, down, x):
         return None
     if is_traced(x):
         return None
-    parts = [_part(layer, x) for layer in layers]
-    if any(part is None for part in parts) or not trains(parts):
+    parts = [_part(layer, x) for layer in inputs]
+    if any(part is None for part in parts) or len({(part.dtype, part.result) for part in parts}) > 1:
+        return None
+    dtype = parts[0].result
+    parts.append(_part(down, x if dtype == x.dtype else x.new_empty(0, dtype=dtype)))
+    if parts[-1] is None or not trains(parts):
         return None
     return parts if len({part.a.dtype for part in parts if part.a is not None}) == 1 else None
 
@@ -88,39 +93,33 @@ class _Context:
             setattr(self, name, getattr(ctx, name))
 
 
-def _factors(ctx):
+def _refuse_cast(ctx):
     if ctx.saved_tensors[0] is not None and ctx.saved_tensors[0].dtype != ctx.dtype:
         refuse_second_derivative(OP)
-    return [t for t in operands(ctx.parts) if t is not None and t.requires_grad]
+    return ()
 
 
-@differentiable_once(OP, _factors)
+@differentiable_once(OP, _refuse_cast)
+@without_autocast
 def _backward(ctx, grad):
-    parts = ctx.parts
-    *inputs, down = parts
-    count = len(inputs)
+    count = len(ctx.parts) - 1
     x, *rest = ctx.saved_tensors
     gate_up, rest = rest[:count], rest[count:]
-    weights, rest = rest[: count + 1], rest[count + 1 :]
-    weights = [p.weight if w is None else w for w, p in zip(weights, parts, strict=True)]
-    split = 2 + 2 * count
-    low, low_down = (products.Low.of_tensors(each) for each in (rest[:split], rest[split:]))
-    *needs, need_down = by_part(ctx.needs_input_grad[2:])
+    inputs, low = products.unsaved(ctx.parts[:count], rest[: 1 + 4 * count])
+    down, low_down = products.unsaved(ctx.parts[count:], rest[1 + 4 * count :])
+    needs = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
-    of_down = [down], low_down, weights[-1:]
-    flat = [products.rows_of(grad)]
-    ups = products.ups_of(flat, low_down)
-    grad_product = products.gradients(None, flat, ups, *of_down, True, [(False, False, False)]).x
+    flat = products.rows_of_grads([grad], down, low_down)
+    up, of_b = products.of_products(flat, down, low_down, needs[count:])
+    grad_product = products.of_input(flat, up, down, low_down, gate_up[0].dtype)
     grad_product = grad_product.view(*grad.shape[:-1], grad_product.shape[-1])
     grads, product = ctx.form.gradients(ctx, grad_product, gate_up)
     del grad_product
-    found_down = products.gradients(product, flat, ups, *of_down, False, [need_down])
+    of_down = products.of_parameters(product, flat, up, of_b, down, low_down, needs[count:])
     del product
-    flat = [products.rows_of(each) for each in grads]
-    ups = products.ups_of(flat, low)
-    found = products.gradients(x, flat, ups, inputs, low, weights[:count], ctx.need_x, needs)
-    grad_x = None if found.x is None else found.x.view(ctx.shape).to(ctx.dtype)
-    return None, grad_x, *found.parts, *found_down.parts
+    dtype = ctx.dtype if ctx.need_x else None
+    grad_x, of_inputs = products.gradients(x, grads, inputs, low, dtype, needs[:count])
+    return None, None if grad_x is None else grad_x.view(ctx.shape), *of_inputs, *of_down
 
 
 def gated_lora(form, parts, x, inplace):
@@ -128,11 +127,13 @@ def gated_lora(form, parts, x, inplace):
     :func:`.gated_linear.gated_linear`, but parts and x."""
     tensors = operands(parts)
     with torch.no_grad():
-        operand = x.to(compute_dtype(x))
-        low = products.low_products(operand, parts[:-1])
+        operand, taken = products.operands(x, parts[:-1])
+        low = products.low_products(taken, parts[:-1])
         gate_up = products.linear_products(operand, parts[:-1], low)
-        product = form.product(*gate_up)
-        low_down = products.low_products(product, parts[-1:])
+        del operand
+        product, taken_by_down = products.operands(form.product(*gate_up), parts[-1:])
+        low_down = products.low_products(taken_by_down, parts[-1:])
+        del taken_by_down
     given = {
         "form": form,
         "inplace": inplace and non_overlapping(gate_up),
@@ -146,11 +147,10 @@ def gated_lora(form, parts, x, inplace):
     through = _Saved.apply(
         anchor,
         x,
-        operand if saves_x else None,
+        taken if saves_x else None,
         *gate_up,
-        *plain_weights(parts),
-        *low.tensors(),
-        *low_down.tensors(),
+        *products.saved(parts[:-1], low),
+        *products.saved(parts[-1:], low_down),
     )
-    del gate_up, product
+    del gate_up, product, taken
     return _GatedLora.apply(given, through, *tensors)

@@ -17,7 +17,7 @@ from ..head import causal_lm
 from ..head.kind import kind_of
 from ..head.loss import patch_head, restore_forward, sharing_embeddings
 from ..lora.expert_weights import expert_weight
-from ..lora.recipe import FOLLOWERS, group_layers, lora_linear
+from ..lora.recipe import GROUPS, group_layers, lora_linear
 from ..mlp import activations, experts, gated_mlp
 from ..norms import gated, norm, residual_trial
 from ..norms.residual import AddNormRecipe
@@ -155,7 +155,7 @@ def _restore(model):
     for module in model.modules():
         restore_class(module)
         restore_forward(module)
-        for name in (LEFT, NOT_ASKED, FOLLOWERS):
+        for name in (LEFT, NOT_ASKED, GROUPS):
             module.__dict__.pop(name, None)
 
 

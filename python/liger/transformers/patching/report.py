@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.rotary import is_rotary
 from ..checkpointing.checkpoint import planners
+from ..lora.recipe import GroupRecipe
 from ..mlp import activations
 from ..mlp.recipe import MLPRecipe
 from ..recipe import trials
@@ -177,7 +178,8 @@ def patch_report(model: nn.Module) -> PatchReport:
             id(part) for module in modules.values() for part in covered_parts(module, recipe_of(module))
         }
         for name, module in modules.items():
-            known = recipe_of(module) is not None or name in report.replaced or name in report.left
+            known = not isinstance(recipe_of(module), GroupRecipe | None)
+            known = known or name in report.replaced or name in report.left
             if not known and id(module) not in covered:
                 if NOT_ASKED in module.__dict__:
                     report.not_asked_for[name] = module.__dict__[NOT_ASKED]

@@ -41,8 +41,10 @@ def _metaclass(base):
 
 
 @functools.cache
-def patched_class(original, recipe):
+def patched_class(original, recipe, wrapper=None):
     """The subclass of ``original`` that the recipe describes; cached, so equal arguments give the same class.
+
+    ``wrapper``: a function of a module that decorates the forward.
 
     It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes. The
     printed name of a module gets the prefix Liger. A model of transformers does not, because the Trainer
@@ -54,7 +56,8 @@ def patched_class(original, recipe):
         # pickle cannot find this class by name, so it stores the original class and the recipe.
         rebuild, arguments, *state = original.__reduce_ex__(self, protocol)
         if rebuild is copyreg.__newobj__ and arguments == (cls,):
-            rebuild, arguments = _new_instance, (original, recipe)
+            wrappers = () if wrapper is None else (wrapper,)
+            rebuild, arguments = _new_instance, (original, recipe, *wrappers)
         return (rebuild, arguments, *state)
 
     members = {
@@ -66,6 +69,8 @@ def patched_class(original, recipe):
         "_liger_recipe": recipe,
         **recipe.members(original),
     }
+    if wrapper is not None:
+        members["forward"] = wrapper(members.get("forward", original.forward))
     forward = members.get("forward")
     if forward not in (None, original.forward):
         # torch.compile counts recompilations per code object, which classes of a recipe would share.
@@ -77,8 +82,9 @@ def patched_class(original, recipe):
     return cls
 
 
-def _new_instance(original, recipe):
-    cls = patched_class(original, recipe)
+def _new_instance(original, recipe, *wrappers):
+    # As many arguments as before: the cache tells a missing wrapper from None.
+    cls = patched_class(original, recipe, *wrappers)
     return cls.__new__(cls)
 
 
