@@ -82,7 +82,10 @@ class Trainee:
             self.step = lambda tokens: graphed(input_ids=tokens, labels=tokens)
 
     def eager_step(self, tokens):
-        loss = self.call(input_ids=tokens, labels=tokens).loss
+        # The other parameters of a 4-bit model are float32: autocast, as with bf16=True in the Trainer.
+        half = self.size.nf4 and self.size.dtype == torch.bfloat16
+        with torch.autocast(self.device, torch.bfloat16, enabled=half):
+            loss = self.call(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
