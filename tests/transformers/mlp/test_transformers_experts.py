@@ -80,10 +80,14 @@ def test_training_step(device, name, implementation, calls):
     assert any("router" in name or "gate.weight" in name for name in ours[1])
 
 
-def test_the_loss_of_the_router_is_untouched(device):
-    plain = model_of("Mixtral", device, output_router_logits=True)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_the_loss_of_the_router_is_untouched(device, name):
+    """The lm_head computes the other loss, also if the configuration asks for the loss of the router."""
+    plain = model_of(name, device, output_router_logits=True)
     patched = liger.patch(twin(plain))
+    assert patch_report(patched).left == {}
     ours, theirs = step(patched, **batch(device)), step(plain, **batch(device))
+    assert ours[0].logits is None
     torch.testing.assert_close(ours[0].aux_loss, theirs[0].aux_loss)
     assert_same_step(ours, theirs)
 
