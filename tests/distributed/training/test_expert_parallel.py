@@ -17,7 +17,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "expert_parallel.py"
 if not EXAMPLE.is_file():
     pytest.skip("no examples beside the tests", allow_module_level=True)
 
-EXPERTS, CHOICES, HIDDEN, INTERMEDIATE = 6, 3, 16, 24
+EXPERTS, CHOICES, HIDDEN, INTERMEDIATE = 8, 3, 16, 24
+LOCAL = EXPERTS // ranks.WORLD
 
 
 def example():
@@ -31,10 +32,10 @@ ROUTINGS = {
     "distinct": lambda rank, tokens: torch.rand(tokens, EXPERTS).topk(CHOICES).indices,
     "sentinels": lambda rank, tokens: torch.randint(2 * EXPERTS, (tokens, CHOICES)),
     "one expert": lambda rank, tokens: torch.full((tokens, CHOICES), EXPERTS - 1),
-    "the other rank": lambda rank, tokens: (
-        torch.randint(EXPERTS // 2, (tokens, CHOICES)) + EXPERTS // 2 * (1 - rank)
+    "the next rank": lambda rank, tokens: (
+        torch.randint(LOCAL, (tokens, CHOICES)) + LOCAL * ((rank + 1) % ranks.WORLD)
     ),
-    "sentinels alone on a rank": lambda rank, tokens: (
+    "sentinels alone but on a rank": lambda rank, tokens: (
         torch.randint(EXPERTS, (tokens, CHOICES)) + rank * EXPERTS
     ),
 }
@@ -45,9 +46,8 @@ def test_values_and_gradients(routing):
     """Tokens and indices of all ranks as one batch, whose loss is the mean over ranks."""
     torch.manual_seed(5)
     whole = liger.nn.GroupedExperts(EXPERTS, HIDDEN, INTERMEDIATE).to(ranks.DEVICE)
-    of_ranks = []
-    for rank in range(ranks.WORLD):
-        tokens = 5 + 4 * rank
+    of_ranks, counts = [], [5 + 4 * rank for rank in range(ranks.WORLD)]
+    for rank, tokens in enumerate(counts):
         index = ROUTINGS[routing](rank, tokens)
         of_ranks.append([t.to(ranks.DEVICE) for t in (
             torch.randn(tokens, HIDDEN), index, torch.rand(tokens, CHOICES), torch.randn(tokens, HIDDEN)
@@ -64,12 +64,11 @@ def test_values_and_gradients(routing):
     mine.requires_grad_(), my_weights.requires_grad_()
     y = ours(mine, index, my_weights)
     (y * upstream).sum().backward()
-    at = slice(0, 5) if ranks.RANK == 0 else slice(5, None)
-    torch.testing.assert_close(y, expected[at])
-    torch.testing.assert_close(mine.grad / ranks.WORLD, x.grad[at])
-    torch.testing.assert_close(my_weights.grad / ranks.WORLD, weights.grad[at])
+    expected = [t.split(counts)[ranks.RANK] for t in (expected, x.grad, weights.grad)]
+    found = [y, mine.grad / ranks.WORLD, my_weights.grad / ranks.WORLD]
+    torch.testing.assert_close(found, expected)
     for name, parameter in ours.experts.named_parameters():
-        assert len(parameter) == EXPERTS // ranks.WORLD
+        assert len(parameter) == LOCAL
         torch.testing.assert_close(parameter.grad, of_whole[name].chunk(ranks.WORLD)[ranks.RANK])
 
 
