@@ -26,14 +26,21 @@ class ExpertParallel(torch.nn.Module):
 
     Args:
         experts: a patched module, called with hidden states (T, H), indices (T, K) and routing weights
-            (T, K); the first dimension of its parameters is a multiple of the number of ranks.
+            (T, K); the first dimension of its parameters is the number of experts.
         group: the ranks.
+
+    Raises:
+        ValueError: the number of experts is no multiple of the number of ranks.
     """
 
     def __init__(self, experts, group):
         super().__init__()
         self.experts, self.group = experts, group
-        ranks = group.size()
+        ranks, count = group.size(), len(experts.down_proj)
+        if count % ranks:
+            raise ValueError(
+                f"ExpertParallel: got {count} experts, expected a multiple of the group's {ranks} ranks"
+            )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             part = parameter.detach().chunk(ranks)[group.rank()].clone()
             part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -41,7 +48,7 @@ class ExpertParallel(torch.nn.Module):
                 # The loss is the mean over ranks, and tokens of all ranks add to this gradient.
                 part.register_hook(lambda grad: grad / ranks)
             setattr(experts, name, part)
-        self.local = len(part)
+        self.local = count // ranks
 
     def forward(self, x, top_k_index, top_k_weights):
         group, local, ranks = self.group, self.local, self.group.size()

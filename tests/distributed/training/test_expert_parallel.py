@@ -99,3 +99,10 @@ def test_a_model_trains_as_with_all_experts_on_each_rank(name):
             parameter, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert parts >= 4
+
+
+def test_experts_that_the_ranks_do_not_divide():
+    experts = liger.nn.GroupedExperts(ranks.WORLD + 1, HIDDEN, INTERMEDIATE)
+    words = f"got {ranks.WORLD + 1} experts, expected a multiple of the group's {ranks.WORLD} ranks"
+    with pytest.raises(ValueError, match=f"ExpertParallel: {words}"):
+        example().ExpertParallel(experts, dist.group.WORLD)
