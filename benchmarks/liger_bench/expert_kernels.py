@@ -33,7 +33,7 @@ from liger.ops.grouped_experts.routing import Routing
 from .environment import environment
 from .harness import Options
 from .measure import PROVIDER_ERRORS
-from .ops.experts import GPT_OSS, SHAPES, _inputs, _ours
+from .ops.experts import GPT_OSS, SHAPES, _inputs, _ours, dense_work
 
 NAMES = ("y", "grad_x", "grad_weights", "grad_gate_up_proj", "grad_down_proj")
 # The largest ratio of an error to the error of the default path, which rounds gate, up and product, too, or
@@ -292,29 +292,12 @@ def op_works(shape, inputs):
     }
 
 
-def dense_work(shape, slots, inputs):
-    """The six GEMMs of forward and backward with one matrix. Random numbers, as the experts have: GEMMs of
-    constants draw less power and are up to 10 % faster."""
-    x = inputs["x"]
-    rows, inner, wide, first, second = (
-        torch.randn(size, device=x.device, dtype=x.dtype)
-        for size in (
-            (slots, shape.hidden), (slots, shape.intermediate), (slots, 2 * shape.intermediate),
-            (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate),
-        )
-    )  # fmt: skip
-    pairs = [
-        (rows, first.t()), (inner, second.t()), (rows, second), (rows.t(), inner), (wide, first), (wide.t(), rows),
-    ]  # fmt: skip
-    return lambda: [torch.mm(*pair) for pair in pairs]
-
-
 def measure(shape, tokens, options, rounds=5, iterations=5):
     inputs = _inputs(options, shape, tokens)()
     works = kernel_works(shape, inputs) | working(quack_works(shape, inputs))
     kernels = milliseconds({name: work for name, (work, _) in works.items()}, rounds, iterations)
     ops = op_works(shape, inputs)
-    ops["step, dense GEMMs"] = dense_work(shape, inputs["index"].numel(), inputs)
+    ops["step, dense GEMMs"] = dense_work(shape, inputs["index"].numel(), inputs["x"])
     times = milliseconds(ops, rounds, 1 if options.size == "self-test" else iterations)
     return {
         "shape": shape.name,
