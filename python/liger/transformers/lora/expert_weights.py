@@ -30,6 +30,8 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 UNPATCHED = "its experts are not patched"
 SWITCHED = "PEFT takes merged adapters out of the weights first"
 TWICE = "it wraps a weight that another wrapper adapts"
+TRAINS = "the weights of its experts train, too"
+LATE = "PEFT has added it after liger.patch, which has to be called again"
 
 
 # The experts that a wrapper calls, and weight -> its wrapper, the outermost first; or None.
@@ -90,7 +92,10 @@ class ExpertWeightRecipe:
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
         found = _chain(module)
-        return found if isinstance(found, str) else None
+        if isinstance(found, str):
+            return found
+        experts, wrappers = found
+        return TRAINS if wrappers and any(p.requires_grad for p in experts.parameters()) else None
 
     def members(self, original):
         def forward(self, x, *args, **kwargs):
@@ -104,6 +109,11 @@ class ExpertWeightRecipe:
                 return experts(x, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def why_unpatched(module):
+    """Why a module without a recipe sums weights of patched experts and their adapters; None for others."""
+    return LATE if is_wrapper(module) and isinstance(_chain(module), tuple) else None
 
 
 def wrappers_of(experts):
