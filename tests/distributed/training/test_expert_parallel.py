@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Experts distributed over the ranks by examples/expert_parallel.py: values and gradients of one process."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from tiny_models import enable_checkpointing
 from torch.nn.parallel import DistributedDataParallel
 
 import liger
@@ -21,6 +23,7 @@ EXPERTS, CHOICES, HIDDEN, INTERMEDIATE = 8, 3, 16, 24
 LOCAL = EXPERTS // ranks.WORLD
 
 
+@functools.cache
 def example():
     spec = importlib.util.spec_from_file_location("expert_parallel", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
@@ -72,33 +75,74 @@ def test_values_and_gradients(routing):
         torch.testing.assert_close(parameter.grad, of_whole[name].chunk(ranks.WORLD)[ranks.RANK])
 
 
+def distributed_model(name, dtype=torch.float32):
+    model = liger.patch(families.make(name, output_router_logits=False).to(dtype))
+    return example().expert_parallel(model, dist.group.WORLD)
+
+
+def loss_of(wrapped, name, step):
+    return wrapped(**families.to(families.batch(name, step, ranks.RANK), ranks.DEVICE)).loss
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_model_trains_as_with_all_experts_on_each_rank(name):
-    """Two steps of SGD; the other parameters are replicated by DDP in both runs."""
+    """Two steps of SGD with clipped gradients; the other parameters are replicated by DDP in both runs."""
     runs = []
     for distributed in (False, True):
-        model = liger.patch(families.make(name, output_router_logits=False))
         if distributed:
-            example().expert_parallel(model, dist.group.WORLD)
-        wrapped = DistributedDataParallel(model)
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+            model = distributed_model(name)
+            assert {len(p) for p in example().parts_of(model)} == {families.EXPERTS // ranks.WORLD}
+        else:
+            model = liger.patch(families.make(name, output_router_logits=False))
+        wrapped, found = DistributedDataParallel(model), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
-            loss = wrapped(**families.to(families.batch(name, step, ranks.RANK), ranks.DEVICE)).loss
+            loss = loss_of(wrapped, name, step)
             loss.backward()
+            if distributed:
+                norm = example().clip_grad_norm_(model, 0.5, dist.group.WORLD)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
-        runs.append((torch.stack(losses), dict(model.named_parameters())))
+            found += [loss.detach(), norm]
+        assert min(found[1::2]) > 0.5
+        weights = example().state_dict(model, dist.group.WORLD)
+        runs.append((torch.stack(found), weights))
     torch.testing.assert_close(runs[1][0], runs[0][0], rtol=1e-5, atol=0)
-    parts = 0
-    for name, parameter in runs[1][1].items():
-        expected = runs[0][1][name.replace("experts.experts.", "experts.")]
-        if parameter.shape != expected.shape:
-            parts, expected = parts + 1, expected.chunk(ranks.WORLD)[ranks.RANK]
-        torch.testing.assert_close(
-            parameter, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    assert parts >= 4
+    torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_in_bfloat16():
+    """The recomputation exchanges the same tokens: gradients have the same bits."""
+    runs = []
+    for checkpointing in (False, True):
+        model = distributed_model("qwen3_moe", torch.bfloat16)
+        if checkpointing:
+            enable_checkpointing(model)
+        loss_of(DistributedDataParallel(model), "qwen3_moe", 0).backward()
+        runs.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(runs[1][name], grad) for name, grad in runs[0].items())
+    assert all(p.grad.any() for p in example().parts_of(model))
+
+
+def test_adapters_of_attention():
+    """The parts are frozen, adapters are replicated."""
+    peft = pytest.importorskip("peft")
+    model = families.make("qwen3_moe", output_router_logits=False)
+    settings = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    torch.manual_seed(3)
+    model = liger.patch(peft.get_peft_model(model, settings))
+    wrapped = DistributedDataParallel(model)
+    found = []
+    for distributed in (False, True):
+        if distributed:
+            wrapped = DistributedDataParallel(example().expert_parallel(model, dist.group.WORLD))
+        loss_of(wrapped, "qwen3_moe", 0).backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert len(example().parts_of(model)) == 4
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 def test_experts_that_the_ranks_do_not_divide():
