@@ -287,7 +287,7 @@ class _Trial:
         for name, value in vars(config).items():
             if name == "output_router_logits":
                 vars(result)[name] = False
-            elif name == "text_config":
+            elif name == "text_config" and hasattr(value, "__dict__"):
                 vars(result)[name] = self._config(value)
             elif "vocab_size" in name and value == self.out_features:
                 vars(result)[name] = len(self.head.weight)
