@@ -26,14 +26,21 @@ class ExpertParallel(torch.nn.Module):
 
     Args:
         experts: a patched module, called with hidden states (T, H), indices (T, K) and routing weights
-            (T, K); the first dimension of its parameters is a multiple of the number of ranks.
+            (T, K); the first dimension of its parameters is the number of experts.
         group: the ranks.
+
+    Raises:
+        ValueError: the number of experts is no multiple of the number of ranks.
     """
 
     def __init__(self, experts, group):
         super().__init__()
         self.experts, self.group = experts, group
-        ranks = group.size()
+        ranks, count = group.size(), len(experts.down_proj)
+        if count % ranks:
+            raise ValueError(
+                f"ExpertParallel: got {count} experts, expected a multiple of the group's {ranks} ranks"
+            )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             part = parameter.detach().chunk(ranks)[group.rank()].clone()
             part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -41,7 +48,7 @@ class ExpertParallel(torch.nn.Module):
                 # The loss is the mean over ranks, and tokens of all ranks add to this gradient.
                 part.register_hook(lambda grad: grad / ranks)
             setattr(experts, name, part)
-        self.local = len(part)
+        self.local = count // ranks
 
     def forward(self, x, top_k_index, top_k_weights):
         group, local, ranks = self.group, self.local, self.group.size()
@@ -77,6 +84,40 @@ def expert_parallel(model, group):
     return model
 
 
+def parts_of(model):
+    """The parameters that are a part of all experts."""
+    return [p for m in model.modules() if isinstance(m, ExpertParallel) for p in m.parameters()]
+
+
+def clip_grad_norm_(model, max_norm, group):
+    """torch.nn.utils.clip_grad_norm_ with the norm over the experts of all ranks."""
+    parts = {id(p) for p in parts_of(model)}
+    of_parts, of_others = (
+        torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None and (id(p) in parts) == are_parts]
+        )
+        for are_parts in (True, False)
+    )
+    total = of_parts.to(of_others) ** 2
+    dist.all_reduce(total, group=group)
+    total = (total + of_others**2).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
+    return total
+
+
+def state_dict(model, group):
+    """The state dict of the model with all experts, on each rank."""
+    found, owners = {}, [n for n, m in model.named_modules() if isinstance(m, ExpertParallel)]
+    for name, tensor in model.state_dict().items():
+        owner = next((owner for owner in owners if name.startswith(f"{owner}.")), None)
+        if owner is not None:
+            parts = [torch.empty_like(tensor) for _ in range(group.size())]
+            dist.all_gather(parts, tensor, group=group)
+            name, tensor = f"{owner}.{name.removeprefix(f'{owner}.experts.')}", torch.cat(parts)
+        found[name] = tensor
+    return found
+
+
 def build(device):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -107,6 +148,7 @@ def main():
         ids = ((start + torch.arange(32)) % 256).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
+        clip_grad_norm_(model, 1.0, dist.group.WORLD)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:

@@ -11,7 +11,9 @@ import pytest
 EXPERTS = Path(__file__).parents[2] / "csrc/experts"
 
 
-@pytest.mark.parametrize("program", ["experts.cpp", "routing.cpp"])
+@pytest.mark.parametrize(
+    "program", ["experts.cpp", "routing.cpp", pytest.param("many_experts.cpp", marks=pytest.mark.slow)]
+)
 def test_kernels(emulate, program):
     assert emulate(program) == (0, "0 wrong\n")
 

@@ -25,7 +25,7 @@ GOALS = (
             bound,
             no_more_than="transformers eager",
         )
-        for shape, bound in (("mixtral", 1.25), ("qwen3-moe", 2.0), ("gpt-oss", 1.6))
+        for shape, bound in (("mixtral", 1.1), ("qwen3-moe", 1.4), ("gpt-oss", 1.35))
     ),
 )
 
@@ -118,22 +118,28 @@ def _candidates(options, shape):
     return selected(options, candidates), eager
 
 
-def _dense(shape, name):
-    """The GEMMs of one expert over all slots: two in the forward, four in the backward."""
+def dense_work(shape, slots, x, name="forward and backward"):
+    """The GEMMs of one expert over all slots: two in the forward, four in the backward. Random numbers, as
+    the experts have: GEMMs of constants draw less power and are up to 10 % faster."""
+    rows, inner, wide, first, second = (
+        torch.randn(size, device=x.device, dtype=x.dtype)
+        for size in (
+            (slots, shape.hidden), (slots, shape.intermediate), (slots, 2 * shape.intermediate),
+            (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate),
+        )
+    )  # fmt: skip
+    forward = [(rows, first.t()), (inner, second.t())]
+    backward = [(rows, second), (rows.t(), inner), (wide, first), (wide.t(), rows)]
+    pairs = {"forward": forward, "backward": backward, "forward and backward": forward + backward}[name]
+    return lambda: [torch.mm(*pair) for pair in pairs]
 
+
+def _dense(shape, name):
     def make(inputs):
-        slots = inputs["index"].numel()
-        x, hidden = (inputs["x"].new_ones(slots, n) for n in (shape.hidden, shape.intermediate))
-        wide = inputs["x"].new_ones(slots, 2 * shape.intermediate)
-        gate_up = inputs["x"].new_ones(2 * shape.intermediate, shape.hidden)
-        down = inputs["x"].new_ones(shape.hidden, shape.intermediate)
-        forward = ((x, gate_up.t()), (hidden, down.t()))
-        backward = ((x, down), (x.t(), hidden), (wide, gate_up), (wide.t(), x))
-        pairs = {"forward": forward, "backward": backward, "forward and backward": forward + backward}
+        multiply = dense_work(shape, inputs["index"].numel(), inputs["x"], name)
 
         def run():
-            for a, b in pairs[name]:
-                torch.mm(a, b)
+            multiply()
             return {}
 
         return Work(run)

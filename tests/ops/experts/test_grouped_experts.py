@@ -73,6 +73,7 @@ ROUTINGS = {
     "distinct": lambda t, k, e: distinct(t, k, e),
     "repeated": lambda t, k, e: torch.randint(e, (t, k)),
     "one expert": lambda t, k, e: torch.full((t, k), e - 1),
+    "one token each": lambda t, k, e: torch.arange(t * k).view(t, k) % e,
     "two experts": lambda t, k, e: torch.randint(2, (t, k)) * (e - 2),
     "sentinels": lambda t, k, e: torch.randint(2 * e, (t, k)),
     "sentinels alone": lambda t, k, e: torch.full((t, k), e),

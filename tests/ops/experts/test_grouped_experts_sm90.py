@@ -16,13 +16,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import liger
 from liger.ops.grouped_experts import sm90 as kernels
 from liger.ops.grouped_experts.routing import Gate
+from liger_bench import expert_kernels as bench
 
 CSRC = Path(__file__).parents[3] / "csrc/experts/sm90"
 GPT_OSS = {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.71}
 FORMS = {"silu": {}, "gelu_tanh": {"activation": "gelu_tanh"}, "clamped": {"limit": 0.71}, "gpt_oss": GPT_OSS}
 # (tokens, choices, experts, hidden, intermediate): experts with more rows than a tile and without rows,
-# partial tiles of columns and of the summed dimension, one token.
-SIZES = [(700, 3, 5, 136, 104), (90, 2, 64, 64, 200), (1, 1, 1, 8, 8), (300, 4, 128, 264, 192)]
+# partial tiles of columns and of the summed dimension, one token, the maximum number of torch's kernel.
+SIZES = [
+    (700, 3, 5, 136, 104),
+    (90, 2, 64, 64, 200),
+    (1, 1, 1, 8, 8),
+    (300, 4, 128, 264, 192),
+    (64, 2, 1023, 64, 64),
+]
 HALVES = torch.bfloat16, torch.float16
 
 
@@ -228,6 +235,26 @@ def in_torch(monkeypatch):
 @pytest.mark.parametrize("routing", ["distinct", "sentinels", "one expert"])
 def test_calls(in_torch, used, gather_first, routing, form, dtype, recompute):
     check_form(torch.device("cpu"), form, (13, 3, 5, 16, 24), dtype, routing, recompute=recompute)
+
+
+# Bounds of the errors of y and of the gradients of x, routing weights, gate_up_proj and down_proj, relative
+# to the error of float32 that is rounded once: gate and up, the product and the rows are rounded, too, and
+# the default path rounds inputs and results of each activation.
+RATIOS = {"kernels": (1.8, 2.15, 1.75, 1.9, 2.2), "default": (2.45, 2.6, 2.4, 2.4, 2.45)}
+
+
+@pytest.mark.parametrize("path", RATIOS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("form", bench.FORMS)
+@pytest.mark.parametrize("routing", ["distinct", "one expert", "sentinels"])
+def test_errors_relative_to_one_rounding(in_torch, monkeypatch, routing, form, dtype, path):
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: path == "kernels")
+    torch.manual_seed(1)
+    inputs = bench.random_case((256, 8, 16, 256, 192), routing, form, dtype, "cpu")
+    found, options = bench.results(inputs, bench.FORMS[form], path), bench.FORMS[form]
+    exact, wide = (bench.reference(inputs, options, t) for t in (torch.float64, torch.float32))
+    ratios = [error / rounded for error, _, rounded in bench.errors_of(found, found, wide, exact).values()]
+    assert all(ratio <= bound for ratio, bound in zip(ratios, RATIOS[path], strict=True)), ratios
 
 
 def misaligned(tensor):

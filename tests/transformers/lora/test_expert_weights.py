@@ -23,6 +23,7 @@ from tiny_models import assert_same_step, batch, enable_checkpointing, make, ste
 
 import liger.transformers as lt  # noqa: E402
 from liger.transformers.lora import expert_weights  # noqa: E402
+from liger.transformers.lora.layer import HOOKED  # noqa: E402
 
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MODELS = {
@@ -198,7 +199,8 @@ def test_several_adapters_run_as_peft_computes_them(device):
 
 def test_what_peft_computes(device):
     """Experts that train, hooks on an inner wrapper, experts that are not patched."""
-    for change in ("train", "hook", "unpatched"):
+    reasons = {"train": expert_weights.TRAINS, "hook": HOOKED, "unpatched": expert_weights.UNPATCHED}
+    for change, reason in reasons.items():
         ours, theirs = pair(device)
         for model in (ours, theirs):
             if change == "train":
@@ -212,6 +214,19 @@ def test_what_peft_computes(device):
             ours = liger.patch(copy.deepcopy(theirs), mlp=False, verbose=False)
         assert_same(ours, theirs)
         assert dense_copies(ours) > 0
+        assert reason in lt.patch_report(ours).left.values()
+
+
+def test_adapters_that_follow_the_patch(device):
+    """The report names them; a second patch reaches them."""
+    plain = make("Mixtral", device, **MODELS["Mixtral"])
+    ours = adapted(patched(copy.deepcopy(plain)))
+    assert list(lt.patch_report(ours).left.values()) == [expert_weights.LATE] * 4
+    assert dense_copies(ours) > 0
+    report = lt.patch_report(liger.patch(copy.deepcopy(ours), lora_linear=False, verbose=False))
+    assert report.left == {} and list(report.not_asked_for.values()).count("lora_linear") > 0
+    assert lt.patch_report(patched(ours)).left == {} and dense_copies(ours) == 0
+    assert_same(ours, adapted(plain))
 
 
 def test_an_error_leaves_nothing_behind(device):

@@ -13,7 +13,7 @@ import liger
 transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
 
-from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
 from liger.transformers.mlp import experts  # noqa: E402
@@ -80,10 +80,32 @@ def test_training_step(device, name, implementation, calls):
     assert any("router" in name or "gate.weight" in name for name in ours[1])
 
 
-def test_the_loss_of_the_router_is_untouched(device):
-    plain = model_of("Mixtral", device, output_router_logits=True)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_the_loss_of_the_router_is_untouched(device, name):
+    """The lm_head computes the other loss, also if the configuration asks for the loss of the router."""
+    plain = model_of(name, device, output_router_logits=True)
     patched = liger.patch(twin(plain))
+    assert patch_report(patched).left == {}
     ours, theirs = step(patched, **batch(device)), step(plain, **batch(device))
+    assert ours[0].logits is None
+    torch.testing.assert_close(ours[0].aux_loss, theirs[0].aux_loss)
+    assert_same_step(ours, theirs)
+
+
+def test_the_loss_of_the_router_in_the_configuration_of_the_text():
+    if not hasattr(transformers, "Qwen3VLMoeConfig"):
+        pytest.skip("this transformers has no Qwen3VLMoe")
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = config("Qwen3Moe", **QWEN, output_router_logits=True, rope_parameters=rope).to_dict()
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    settings = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    plain = transformers.Qwen3VLMoeForConditionalGeneration(settings).train()
+    patched = liger.patch(twin(plain))
+    ours, theirs = step(patched, **batch()), step(plain, **batch())
+    assert ours[0].logits is None
     torch.testing.assert_close(ours[0].aux_loss, theirs[0].aux_loss)
     assert_same_step(ours, theirs)
 

@@ -288,8 +288,8 @@ def grouped_experts(
     """The weighted sum, over the K experts of each token, of gated MLPs: dropless, with grouped GEMMs.
 
     ``sum over k of w[k] * (down[e] (activation(gate) * up) + down_bias[e])`` with ``e = top_k_index[k]`` and
-    gate and up from ``gate_up_proj[e] x + gate_up_proj_bias[e]``. The sum is computed in float32 and rounded
-    once.
+    gate and up from ``gate_up_proj[e] x + gate_up_proj_bias[e]``. Gate and up, their product and the row of
+    each expert are computed in float32 and rounded to the dtype of x; so is the sum of these rows.
 
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any

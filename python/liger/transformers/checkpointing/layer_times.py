@@ -2,6 +2,7 @@
 """How long the recomputation of a layer takes, and its attention in it: measured, or estimated from FLOPs."""
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from .attention_calls import observed
 _RATE_OF_ATTENTION = 0.65
 # Bytes per microsecond of a copy to the host: a PCIe 5 link makes 53 thousand.
 _COPIED = 5e4
+# Attributes of routers, or of the modules around them.
+_CHOICES = ("top_k", "num_experts_per_tok")
 
 
 class LayerTimer:
@@ -78,12 +81,19 @@ def estimated(layer, tokens, attention_flops):
     """(time of a layer, time of its attention) for a forward, in a unit that all layers share.
 
     Args:
-        layer: the module. Each weight multiplies every token; weights of experts, which have three
-            dimensions, are not counted.
+        layer: the module. Each weight of two dimensions multiplies every token; of weights of experts, which
+            have three, a token takes as many as the router chooses.
         tokens: of the forward.
         attention_flops: of its attention kernels.
     """
-    shapes = [getattr(p, "ds_shape", p.shape) for p in layer.parameters()]
-    weights = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in layer.parameters()]
+    weights = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    weights += _choices(layer) * sum(math.prod(shape[1:]) for shape in shapes if len(shape) == 3)
     attention = attention_flops / _RATE_OF_ATTENTION
     return 2 * tokens * weights + attention, attention
+
+
+def _choices(layer):
+    """How many experts a router of the layer chooses for a token; 1 if no module says it."""
+    given = (module.__dict__.get(name) for module in layer.modules() for name in _CHOICES)
+    return next((count for count in given if isinstance(count, int)), 1)

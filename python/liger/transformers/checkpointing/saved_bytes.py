@@ -107,7 +107,6 @@ def recomputed_layers(model: PreTrainedModel, dtype: torch.dtype) -> Recomputed:
 def forward_flops(model: PreTrainedModel, length: int) -> tuple[float, float]:
     """FLOPs per token of the forward of these layers: of linear layers and experts, and of causal attention
     over sequences of a length at the speed of GEMMs."""
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     gemms = kernels = 0.0
     for layer in _counted(model):
         module = getattr(layer, recipe_of(layer).attention)
@@ -117,10 +116,6 @@ def forward_flops(model: PreTrainedModel, length: int) -> tuple[float, float]:
         whole, attention = estimated(layer, 1, 4 * seen * module.o_proj.in_features)
         gemms += whole - attention
         kernels += attention
-        experts = (m for m in layer.modules() if isinstance(recipe_of(m), ExpertsRecipe))
-        gemms += sum(
-            2 * p.numel() * chosen / p.shape[0] for m in experts for p in m.parameters() if p.dim() == 3
-        )
     return gemms, kernels
 
 

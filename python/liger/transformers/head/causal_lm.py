@@ -267,7 +267,7 @@ class _Trial:
             if key.rpartition(".")[0] == prefix.rstrip(".")
         }
         config = getattr(module, "config", None)
-        if config is not None and not self.shaped:
+        if config is not None:
             own["config"] = self._config(config)
         children = {
             key: Stub(child, self.hidden, len(self.head.weight))
@@ -281,10 +281,15 @@ class _Trial:
         return trials.stand_in(module, **trials.NO_HOOKS, **children, **attributes, **own)
 
     def _config(self, config):
-        """A copy of a configuration with the vocabulary of the artificial head."""
+        """A copy of a configuration with the vocabulary of the artificial head, and without the loss of
+        routers, whose logits no stand-in has."""
         result = copy.copy(config)
         for name, value in vars(config).items():
-            if "vocab_size" in name and value == self.out_features:
+            if name == "output_router_logits":
+                vars(result)[name] = False
+            elif name == "text_config" and hasattr(value, "__dict__"):
+                vars(result)[name] = self._config(value)
+            elif "vocab_size" in name and value == self.out_features:
                 vars(result)[name] = len(self.head.weight)
         return result
 

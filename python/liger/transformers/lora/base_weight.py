@@ -15,6 +15,7 @@ from ..._core.modules.quantised import is_quantised
 from ..recipe import trials
 
 QUANTISED = "its base layer does not compute the linear operation with its dense weight"
+NO_VALUES = "its quantised weight has no values for a trial"
 
 
 def is_four_bit(base):
@@ -68,13 +69,35 @@ def dense(weight, state, dtype):
     return weight.to(dtype)
 
 
+def why_not_dense_experts(weight):
+    """Why products with the matrices of a quantised weight, (E, outputs, inputs), are not products with the
+    dense ones; None if they are, or if the weight is not quantised."""
+    if not is_quantised(weight):
+        return None
+    if weight.device.type == "meta":
+        return NO_VALUES
+    return trials.remembered(lambda: _try_matrix(weight), why_not_dense_experts, type(weight), weight.shape)
+
+
+def _try_matrix(weight):
+    try:
+        matrix = weight[0]
+        x = trials.Random()(len(trials.SCALES), 3, matrix.shape[1]).to(weight.device, weight.dtype)
+        expected, found = (nn.functional.linear(x, m) for m in (matrix, dense(matrix, None, x.dtype)))
+    except trials.ERRORS as error:
+        return (
+            f"its {type(weight).__name__} has no product with a matrix of an expert: {type(error).__name__}"
+        )
+    return None if trials.error(found, expected) <= 4 else QUANTISED
+
+
 def why_not_dense(base):
     """Why a layer is not ``x W^T + bias`` with its dense weight, or None; only quantised ones get a trial."""
     weight = base._parameters.get("weight")
     if not (is_four_bit(base) or is_quantised(weight)):
         return None
     if weight.device.type == "meta":
-        return "its quantised weight has no values for a trial"
+        return NO_VALUES
     key = (why_not_dense, type(base), type(weight), repr(getattr(base, "quant_type", "")), weight.shape)
     return trials.remembered(lambda: _try_dense(base, weight), *key)
 

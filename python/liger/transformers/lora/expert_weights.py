@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """PEFT's adapters on the weights of experts (``target_parameters``), without a dense copy of the weights; and
-frozen weights with 4 bits, with or without adapters.
+frozen quantised weights, with or without adapters.
 
 PEFT wraps the experts once per weight, and before each call computes ``W + s B A`` for all experts. A patched
 wrapper gives its factors to the patched experts instead. PEFT is not imported.
@@ -30,6 +30,8 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 UNPATCHED = "its experts are not patched"
 SWITCHED = "PEFT takes merged adapters out of the weights first"
 TWICE = "it wraps a weight that another wrapper adapts"
+TRAINS = "the weights of its experts train, too"
+LATE = "PEFT has added it after liger.patch, which has to be called again"
 
 
 # The experts that a wrapper calls, and weight -> its wrapper, the outermost first; or None.
@@ -90,7 +92,10 @@ class ExpertWeightRecipe:
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
         found = _chain(module)
-        return found if isinstance(found, str) else None
+        if isinstance(found, str):
+            return found
+        experts, wrappers = found
+        return TRAINS if wrappers and any(p.requires_grad for p in experts.parameters()) else None
 
     def members(self, original):
         def forward(self, x, *args, **kwargs):
@@ -104,6 +109,11 @@ class ExpertWeightRecipe:
                 return experts(x, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def why_unpatched(module):
+    """Why a module without a recipe sums weights of patched experts and their adapters; None for others."""
+    return LATE if is_wrapper(module) and isinstance(_chain(module), tuple) else None
 
 
 def wrappers_of(experts):
@@ -127,10 +137,11 @@ def takes(x, parameters, wrappers):
 
 
 # The grouped GEMMs ask for the addresses of their operands, which a traced tensor does not have.
-@torch.compiler.disable(reason="liger: experts with adapters or 4-bit weights run eagerly")
+@torch.compiler.disable(reason="liger: experts with adapters or quantised weights run eagerly")
 def run(recipe, parameters, states, wrappers, x, top_k_index, top_k_weights):
-    """:meth:`ExpertsRecipe.run` with adapters, of parameters with quantisation states or None."""
-    operand, *parameters = autocast_operands(x, *parameters, *[None] * (4 - len(parameters)))
+    """:meth:`ExpertsRecipe.run` with adapters, of weights that are read through :func:`.dense`."""
+    weights, biases = parameters[:2], [*parameters[2:], None, None][:2]
+    operand, *biases = autocast_operands(x, *biases)
     readers = [functools.partial(dense, state=state, dtype=operand.dtype) for state in states[:2]]
     adapters = [
         _factors(wrappers[name], recipe.is_transposed, operand.dtype) if name in wrappers else None
@@ -138,7 +149,14 @@ def run(recipe, parameters, states, wrappers, x, top_k_index, top_k_weights):
     ]
     gate = Gate(recipe.activation, recipe.is_interleaved, recipe.alpha, recipe.limit)
     y = adapted_experts(
-        operand, top_k_index, top_k_weights, parameters, adapters, gate, recipe.is_transposed, readers
+        operand,
+        top_k_index,
+        top_k_weights,
+        (*weights, *biases),
+        adapters,
+        gate,
+        recipe.is_transposed,
+        readers,
     )
     return y.to(x.dtype)
 

@@ -4,7 +4,8 @@
 
 transformers stores the experts of a layer as two parameters, gate_up_proj and down_proj, of three dimensions.
 A trial tells what the module computes from them; router and losses of the router are not part of it. 4-bit
-weights of bitsandbytes (``replace_parameter_4bit``) are frozen: each use makes a dense copy of one weight.
+weights of bitsandbytes (``replace_parameter_4bit``) and quantised weights of torchao are frozen: each use
+makes a dense copy of one weight.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from ..._core.dtensor.inputs import is_dtensor
 from ..._core.modules.quantised import is_quantised
 from ...ops.grouped_experts.op import grouped_experts
 from ..lora import expert_weights
-from ..lora.base_weight import state_of_parameter, stored
+from ..lora.base_weight import dense, state_of_parameter, stored, why_not_dense_experts
 from ..lora.expert_weights import WEIGHTS
 from ..recipe import trials
 from ..recipe.classes import is_hooked
@@ -37,7 +38,7 @@ COUNT_NAMES = ("num_experts", "num_local_experts")
 DEFAULTS = (None, "eager", "grouped_mm", "batched_mm", "liger")
 IMPLEMENTATION = "_experts_implementation"
 _RECIPE = "_liger_experts"
-QUANTISED = "its weights are quantised, and the op needs ordinary tensors"
+QUANTISED = "its parameters were quantised after liger.patch, which has to be called again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ExpertsRecipe:
     has_bias: bool
     alpha: float
     limit: float | None
+    # True if weights are tensor subclasses whose dense copies may take their place.
+    has_dense: bool = False
     kind: ClassVar[str] = "experts"
 
     @property
@@ -76,8 +79,8 @@ class ExpertsRecipe:
         return y.to(hidden_states.dtype)
 
     def apply(self, parameters, states, wrappers, *tensors):
-        """:meth:`run`, also with adapters and 4-bit weights; None if the code of the model must run."""
-        if not wrappers and states.count(None) == len(states):
+        """:meth:`run`, also with adapters and quantised weights; None if the code of the model must run."""
+        if not wrappers and states.count(None) == len(states) and not any(map(is_quantised, parameters)):
             return self.run(*tensors, *parameters)
         if expert_weights.takes(tensors[0], parameters, wrappers):
             return expert_weights.run(self, parameters, states, wrappers, *tensors)
@@ -85,19 +88,23 @@ class ExpertsRecipe:
 
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
-        if any(map(is_quantised, self.parameters(module)[0])):
+        if not self._reads(self.parameters(module)[0]):
             return QUANTISED
         return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
+    def _reads(self, parameters):
+        """True if at most the weights are quantised, in the way that the trial has seen."""
+        return not any(map(is_quantised, parameters[len(WEIGHTS) if self.has_dense else 0 :]))
+
     def takes(self, module, parameters, states, hidden_states, top_k_index):
-        """True if the op takes these: one dtype, not quantised, all DTensors or none."""
+        """True if the op takes these: one dtype, ordinary tensors or dense copies, all DTensors or none."""
         device = hidden_states.device.type
         dtypes = {p.dtype if s is None else s.dtype for p, s in zip(parameters, states, strict=True)}
         return (
             device in ("cpu", "cuda", "meta")
             and not is_hooked(getattr(module, "act_fn", None))
             and (dtypes == {hidden_states.dtype} or torch.is_autocast_enabled(device))
-            and not any(map(is_quantised, parameters))
+            and self._reads(parameters)
             and top_k_index.dim() == hidden_states.dim()
             and all(is_dtensor(t) == is_dtensor(hidden_states) for t in (*parameters, top_k_index))
         )
@@ -144,8 +151,12 @@ def experts(module, activations):
         or module._modules.keys() - known
     ):
         return "its experts have other parameters than two projections with or without biases"
-    if any(map(is_quantised, module._parameters.values())):
-        return QUANTISED
+    quantised = {name for name, p in module._parameters.items() if is_quantised(p)}
+    if quantised.intersection(BIASES):
+        return "its biases are quantised"
+    for name in quantised:
+        if (reason := why_not_dense_experts(module._parameters[name])) is not None:
+            return reason
     implementation = getattr(getattr(module, "config", None), IMPLEMENTATION, None)
     if implementation not in DEFAULTS:
         return f"its experts_implementation is {implementation!r}"
@@ -154,6 +165,7 @@ def experts(module, activations):
         return "its projections do not have the shapes of gated experts"
     found = _try_experts(_without_parametrizations(module), is_transposed, len(names) == 4)
     if isinstance(found, ExpertsRecipe):
+        found = dataclasses.replace(found, has_dense=bool(quantised))
         activation = "silu" if found.activation == "gpt_oss" else found.activation
         return found if activation in activations else None
     return found
@@ -278,7 +290,10 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights):
         fields = _recognised(module)
     recipe, given = ExpertsRecipe(*fields), (hidden_states, top_k_index, top_k_weights)
     y = recipe.apply(*recipe.parameters(module), {}, *given)
-    return recipe.run(*given, *(getattr(module, name) for name in recipe.names)) if y is None else y
+    if y is not None:
+        return y
+    parameters = [getattr(module, name) for name in recipe.names]
+    return recipe.run(*given, *(dense(p, None, p.dtype) for p in parameters))
 
 
 def register():

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.rotary import is_rotary
 from ..checkpointing.checkpoint import planners
+from ..lora.expert_weights import why_unpatched
 from ..lora.recipe import GroupRecipe
 from ..mlp import activations
 from ..mlp.recipe import MLPRecipe
@@ -207,6 +208,8 @@ def _state(module):
         unused = recipe.unused_because(module)
         kind = recipe.kind_in(module) if hasattr(recipe, "kind_in") else kind
         return (kind, None) if unused is None else (None, unused)
+    if kind is None and reason is None and NOT_ASKED not in module.__dict__:
+        reason = why_unpatched(module)
     return kind, reason
 
 
