@@ -12,14 +12,7 @@ import triton.language as tl
 
 from .._core.head.cross_entropy import CEOptions, Metrics, check_row_stats
 from .._core.op.by_name import by_name
-from .common import (
-    on_device_of,
-    output_rows,
-    require_dtype,
-    require_same_shape,
-    rows_of,
-    write_back,
-)
+from .common import on_device_of, output_rows, require_dtype, require_same_shape, rows_of, write_back
 from .cross_entropy_rows import RowResults, Rule, streaming_tile
 from .cross_entropy_rule import (
     class_weight,

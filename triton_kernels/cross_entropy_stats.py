@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 
 from .._core.head.cross_entropy import check_row_values
-from .common import (
-    dense_vector,
-    on_device_of,
-    output_rows,
-    require_dtype,
-    rows_of,
-    write_back,
-)
+from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, write_back
 from .cross_entropy_rows import streaming_tile
 from .cross_entropy_rule import (
     class_weight,

@@ -10,15 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import (
-    elementwise_tile,
-    on_device_of,
-    output_rows,
-    require_dtype,
-    rows_of,
-    tile_at,
-    write_back,
-)
+from .common import elementwise_tile, on_device_of, output_rows, require_dtype, rows_of, tile_at, write_back
 
 # --- activations and their derivatives ----------------------------------------------------------------------
 

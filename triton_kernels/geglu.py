@@ -28,11 +28,7 @@ def geglu_packed(gate_up, approximate="none"):
 
 def geglu_packed_backward(grad_out, gate_up, emit_product=False, approximate="none"):
     return gated.packed_backward(
-        "geglu_packed_backward",
-        grad_out,
-        gate_up,
-        emit_product,
-        GELU_NAMES[approximate],
+        "geglu_packed_backward", grad_out, gate_up, emit_product, GELU_NAMES[approximate]
     )
 
 

@@ -9,15 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import (
-    dense_vector,
-    on_device_of,
-    output_rows,
-    require_dtype,
-    rows_of,
-    warps_for,
-    write_back,
-)
+from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 from .norm_rows import (
     add_weight_gradient,
     backward_plan,

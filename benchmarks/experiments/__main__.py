@@ -33,11 +33,7 @@ def parser():
     made.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: a test, no measurement")
     made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")
     made.add_argument("--plot", action="store_true", help="measures nothing: tables and pictures of results")
-    made.add_argument(
-        "--docs",
-        action="store_true",
-        help="measures nothing: tables and pictures of pages",
-    )
+    made.add_argument("--docs", action="store_true", help="measures nothing: tables and pictures of pages")
     made.add_argument(
         "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"
     )

@@ -13,11 +13,7 @@ from liger_bench.devices.processes import FORK, end_with_parent, rendezvous, wri
 from . import process
 
 # What most cells import: forked processes then start at once.
-PRELOAD = (
-    "transformers.models.llama.modeling_llama",
-    "liger.transformers",
-    "liger_bench.models.trainee",
-)
+PRELOAD = ("transformers.models.llama.modeling_llama", "liger.transformers", "liger_bench.models.trainee")
 
 
 def _rank(environment, arguments):

@@ -43,9 +43,7 @@ def _parser():
         help="backends of liger to measure (cuda,triton; and torch, which joins small rows in any case)",
     )
     parser.add_argument(
-        "--peers",
-        type=_names,
-        help=f"only peers whose names begin so: {','.join(PEERS)} (default: all)",
+        "--peers", type=_names, help=f"only peers whose names begin so: {','.join(PEERS)} (default: all)"
     )
     parser.add_argument(
         "--rows",

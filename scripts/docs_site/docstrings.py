@@ -13,10 +13,7 @@ from typing import Any
 import griffe
 
 # Names that a package imports in its ``__getattr__``, which a reader of sources cannot follow.
-LAZY = {
-    "liger.patch": "liger.transformers.patch",
-    "liger.unpatch": "liger.transformers.unpatch",
-}
+LAZY = {"liger.patch": "liger.transformers.patch", "liger.unpatch": "liger.transformers.unpatch"}
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
 _PAGE = re.compile(r"\bdocs/([a-z_/]+)\.md\b")
 _SECTION = re.compile(r"^ *(Args|Attributes|Raises):$")

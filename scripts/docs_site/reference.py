@@ -20,11 +20,7 @@ PAGES = {
         "liger",
         tuple(op for op, *_ in declarations((ROOT / "csrc/declarations.cpp").read_text())),
     ),
-    "liger_rope.md": (
-        "liger: rotary embeddings",
-        "liger",
-        ("rope", "qk_norm_rope", "mrope", "complex_rope"),
-    ),
+    "liger_rope.md": ("liger: rotary embeddings", "liger", ("rope", "qk_norm_rope", "mrope", "complex_rope")),
     "liger_losses.md": (
         "liger: losses and divergences",
         "liger",

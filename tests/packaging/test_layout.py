@@ -36,7 +36,7 @@ BELOW = {
     "transformers.head": {"_core", "ops", "transformers.recipe"},
     "transformers.attention": {"_core", "ops", "transformers.recipe", "transformers.norms"},
     "transformers.checkpointing": {
-        *("_core", "transformers.recipe", "transformers.norms", "transformers.mlp", "transformers.attention"),
+        *("_core", "transformers.recipe", "transformers.norms", "transformers.mlp", "transformers.attention")
     },
     "transformers.patching": {"_core", "transformers"},
     "transformers": {"_core", "transformers"},

@@ -9,15 +9,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import (  # noqa: E402
-    FAMILIES,
-    VOCAB,
-    assert_same_step,
-    batch,
-    make,
-    step,
-    twin,
-)
+from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
 

@@ -46,10 +46,7 @@ def test_trainer_in_bfloat16_with_checkpointing(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["patch first", "patch last"])
-@pytest.mark.parametrize(
-    "saved",
-    ["lm_head", "norm"],
-)
+@pytest.mark.parametrize("saved", ["lm_head", "norm"])
 def test_modules_that_peft_saves(saved, order, caplog):
     pytest.importorskip("peft")
 

@@ -43,10 +43,7 @@ def _one_op(t):
 
 def _inputs(options, *size):
     make, dim = rope_inputs(options, *size), size[-1]
-    return lambda: {
-        **make(),
-        **{f"{x}_weight": normal(options, dim, std=0.2).add_(1) for x in "qk"},
-    }
+    return lambda: {**make(), **{f"{x}_weight": normal(options, dim, std=0.2).add_(1) for x in "qk"}}
 
 
 def _rows(options, batch, q_heads, k_heads, tokens, dim):

@@ -67,14 +67,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, is_trained, bud
     """The plan of the wgmma engine in the same form, or None if the generic engine runs the batch."""
     half = dtype == torch.float16
     plan = plan_chunks_sm90(
-        tokens,
-        hidden,
-        vocab,
-        True,
-        is_trained,
-        exact_accumulation,
-        budget,
-        clusters=_clusters(),
+        tokens, hidden, vocab, True, is_trained, exact_accumulation, budget, clusters=_clusters()
     )
     if not plan.chunks:
         return None

@@ -12,12 +12,7 @@ from .distillation import (
     FusedLinearTopKLoss,
 )
 from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics, PolicyOptions
-from .preference import (
-    FusedLinearCPOLoss,
-    FusedLinearDPOLoss,
-    FusedLinearORPOLoss,
-    FusedLinearSimPOLoss,
-)
+from .preference import FusedLinearCPOLoss, FusedLinearDPOLoss, FusedLinearORPOLoss, FusedLinearSimPOLoss
 from .results import LossOptions, LossResult, TokenMetrics
 from .unpaired import FusedLinearKTOLoss, KTOMetrics
 

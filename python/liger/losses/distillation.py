@@ -8,12 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._core.op.arguments import DIVISOR, FLAG, FRACTION, POSITIVE, TEXT, arguments
-from .._core.op.tensors import (
-    check_floating,
-    check_indices,
-    check_shape,
-    wrong_shape,
-)
+from .._core.op.tensors import check_floating, check_indices, check_shape, wrong_shape
 from ..ops.divergence.op import jsd_divergence
 from ._distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from .base import check_choice

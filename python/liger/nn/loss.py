@@ -12,16 +12,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from .._core.head.results import CrossEntropyOutput
-from .._core.op.arguments import (
-    CE_OPTIONS,
-    DIVISOR,
-    FLAG,
-    MODULE,
-    SHARDS,
-    TENSOR,
-    arguments,
-    check,
-)
+from .._core.op.arguments import CE_OPTIONS, DIVISOR, FLAG, MODULE, SHARDS, TENSOR, arguments, check
 from .._core.op.tensors import wrong_shape
 from .._core.op.types import CrossEntropyMetric, Device, Reduction, Scalar
 from ..ops.cross_entropy.op import cross_entropy
@@ -164,11 +155,7 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         denominator: Scalar | None = None,
     ) -> torch.Tensor | CrossEntropyOutput:
         return cross_entropy(
-            logits,
-            target,
-            token_weight=token_weight,
-            denominator=denominator,
-            **self._options(),
+            logits, target, token_weight=token_weight, denominator=denominator, **self._options()
         )
 
 
@@ -248,13 +235,7 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         denominator: Scalar | None = None,
     ) -> torch.Tensor | CrossEntropyOutput:
         return fused_linear_ce(
-            input,
-            weight,
-            target,
-            bias,
-            token_weight=token_weight,
-            denominator=denominator,
-            **self._options(),
+            input, weight, target, bias, token_weight=token_weight, denominator=denominator, **self._options()
         )
 
 

@@ -12,10 +12,7 @@ _geglu, _geglu_packed = register_gated("geglu", lambda a: GELU_NAMES[a.approxima
 
 @arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)
 def geglu(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    approximate: Approximate = "none",
-    inplace: bool = False,
+    gate: torch.Tensor, up: torch.Tensor, approximate: Approximate = "none", inplace: bool = False
 ) -> torch.Tensor:
     """``gelu(gate) * up``, elementwise, in float32 and rounded once.
 
@@ -53,9 +50,7 @@ def geglu(
 
 @arguments(late=True, enters=True, approximate=TEXT, inplace=FLAG)
 def geglu_packed(
-    gate_up: torch.Tensor,
-    approximate: Approximate = "none",
-    inplace: bool = False,
+    gate_up: torch.Tensor, approximate: Approximate = "none", inplace: bool = False
 ) -> torch.Tensor:
     """``gelu(gate) * up`` of one tensor that holds gate and up side by side.
 

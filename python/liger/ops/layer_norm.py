@@ -43,10 +43,7 @@ _layer_norm = declared_family("layer_norm", layer_norm_torch, layer_norm_backwar
 
 @arguments(late=True, enters=True, eps=NOT_NEGATIVE)
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """Layer normalisation over the last dimension.
 

@@ -22,9 +22,7 @@ _relu_squared = declared_family("relu_squared", relu_squared_torch, relu_squared
 
 
 @arguments(late=True, enters=True)
-def relu_squared(
-    x: torch.Tensor,
-) -> torch.Tensor:
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """``relu(x)^2``, elementwise, in float32 and rounded once. NaN stays NaN.
 
     Args:

@@ -22,9 +22,7 @@ _softmax = declared_family("softmax", softmax_torch, softmax_backward_torch)
 
 
 @arguments(late=True, enters=True, casts=True)
-def softmax(
-    x: torch.Tensor,
-) -> torch.Tensor:
+def softmax(x: torch.Tensor) -> torch.Tensor:
     """``exp(x) / sum(exp(x))`` over the last dimension, in float32 and rounded once.
 
     Args:

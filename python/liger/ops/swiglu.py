@@ -10,11 +10,7 @@ _swiglu, _swiglu_packed = register_gated("swiglu", lambda a: "silu")
 
 
 @arguments(late=True, enters=True, inplace=FLAG)
-def swiglu(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    inplace: bool = False,
-) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """``silu(gate) * up``, elementwise, in float32 and rounded once.
 
     Args:
@@ -45,10 +41,7 @@ def swiglu(
 
 
 @arguments(late=True, enters=True, inplace=FLAG)
-def swiglu_packed(
-    gate_up: torch.Tensor,
-    inplace: bool = False,
-) -> torch.Tensor:
+def swiglu_packed(gate_up: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """``silu(gate) * up`` of one tensor that holds gate and up side by side.
 
     Args:

@@ -36,7 +36,7 @@ _ADAPTERS = {
 # Trainers of TRL without an adapter -> the reason.
 _NOT_ADAPTED = {
     "RewardTrainer": "its score head has one output and no logits of a vocabulary; liger.patch(model) patches the "
-    "layers",
+    "layers"
 }
 
 

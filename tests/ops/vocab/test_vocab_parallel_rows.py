@@ -10,14 +10,7 @@ import in_shards
 import pytest
 import torch
 from cross_entropy_reference import leaves, random_layer
-from processes import (
-    assert_same_bits,
-    in_processes,
-    needs_gloo,
-    of_the_torch_backend,
-    on_processes,
-    part_of,
-)
+from processes import assert_same_bits, in_processes, needs_gloo, of_the_torch_backend, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

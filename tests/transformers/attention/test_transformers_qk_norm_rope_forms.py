@@ -58,11 +58,7 @@ FORMS = {
     ),
     "scaled after the norm": ("rope", 0, {Q: f"{Q} * 1.5", K: K.replace("k = ", "k = 0.5 * ", 1)}),
     # The keys before the rotation are added to the keys after it.
-    "norm read twice": (
-        "rope",
-        0,
-        {ROTATE: f"{ROTATE.replace('q, k', 'q, turned', 1)}\n    k = turned + k"},
-    ),
+    "norm read twice": ("rope", 0, {ROTATE: f"{ROTATE.replace('q, k', 'q, turned', 1)}\n    k = turned + k"}),
     "part of the head": (
         "rope",
         0,
@@ -74,11 +70,7 @@ FORMS = {
         },
     ),
     "one norm for both": (KIND, 2, {K: K.replace("k_norm", "q_norm")}),
-    "norm of values": (
-        "rope",
-        0,
-        {V: "v = self.q_norm(self.v_proj(x).view(shape)).transpose(1, 2)"},
-    ),
+    "norm of values": ("rope", 0, {V: "v = self.q_norm(self.v_proj(x).view(shape)).transpose(1, 2)"}),
     "keys without norm": (
         "rope",
         0,

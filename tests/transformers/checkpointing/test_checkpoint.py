@@ -11,16 +11,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 from combinations import seeded_step
-from planned_llama import (
-    FEWEST,
-    MOST,
-    PLENTY,
-    calls_of_layers,
-    kept,
-    llama,
-    measured,
-    whole_layers,
-)
+from planned_llama import FEWEST, MOST, PLENTY, calls_of_layers, kept, llama, measured, whole_layers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,

@@ -181,15 +181,7 @@ class ChunkPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        input,
-        group,
-        vocab_size,
-        need_grad_weight,
-        exact,
-        memory_budget,
-        rows=None,
-        element_size=None,
+        cls, input, group, vocab_size, need_grad_weight, exact, memory_budget, rows=None, element_size=None
     ):
         """``rows``: how many rows of the input are computed; None: all. ``element_size``: bytes of a chunk
         per logit; None: the size of an element of the input."""
@@ -314,12 +306,7 @@ def _plain_forward(a):
     check_class_weights(op, options.ce_weight, target, vocab_size)
     check_classes(op, "target", target, vocab_size, options.ignore_index)
     shards, (rows, _) = VocabShards(vocab_start, vocab_size, group_name), logits.shape
-    same = {
-        "number of rows": rows,
-        "dtype": logits.dtype,
-        **options._asdict(),
-        **metrics._asdict(),
-    }
+    same = {"number of rows": rows, "dtype": logits.dtype, **options._asdict(), **metrics._asdict()}
     meet(PLAIN, group, shards, classes, target, same)
     rows = Rows(op, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     every = slice(0, logits.shape[0])

@@ -32,10 +32,7 @@ from .shards import find_shard, layer_to_check, local_shard, replicated_tensor, 
 
 def needs_whole_rows(metrics):
     """The first metric of cross entropy that needs all classes in one process, or None."""
-    return next(
-        (name for name in ("token_accuracy", "argmax", "entropy") if getattr(metrics, name)),
-        None,
-    )
+    return next((name for name in ("token_accuracy", "argmax", "entropy") if getattr(metrics, name)), None)
 
 
 def _prepare(op, options, metrics, tensor, target):

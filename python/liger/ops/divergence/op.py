@@ -12,12 +12,7 @@ import torch
 
 from ..._core.math.dtypes import accumulate_dtype
 from ..._core.op.arguments import DIVISOR, FLAG, FRACTION, HEAD, arguments, choice, described
-from ..._core.op.autograd import (
-    differentiable,
-    differentiable_once,
-    forbid_autograd,
-    refuse_gradient_outputs,
-)
+from ..._core.op.autograd import differentiable, differentiable_once, forbid_autograd, refuse_gradient_outputs
 from ..._core.op.fakes import register_fake
 from ..._core.op.forward_gradients import computes_gradient, scaled_by_upstream
 from ..._core.op.loss_rows import denominator_tensor, refuse_gradients

@@ -101,10 +101,7 @@ register_family("fused_linear_ce", fused_linear_ce_forward_torch)
 @register_fake("liger::fused_linear_ce_forward")
 @by_name(torch.ops.liger.fused_linear_ce_forward.default)
 def _(a):
-    return (
-        *fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a)),
-        *fake_gradients(a),
-    )
+    return (*fake_results(a.input, a.input.shape[0], a.reduction, Metrics.of_op(a)), *fake_gradients(a))
 
 
 # --- autograd -----------------------------------------------------------------------------------------------

@@ -96,13 +96,7 @@ def gate_up(x, routing, a, keep):
     product = x.rows.new_empty(slots, intermediate)
     kept = x.rows.new_empty(slots if keep else 0, 2 * intermediate)
     torch.ops.liger_sm90.experts_gate_up.default(
-        *x,
-        routing.ends,
-        a.gate_up_proj,
-        _dense(a.gate_up_proj_bias),
-        *_options(a),
-        kept,
-        product,
+        *x, routing.ends, a.gate_up_proj, _dense(a.gate_up_proj_bias), *_options(a), kept, product
     )
     kept[-1:].zero_()
     return product, kept

@@ -18,10 +18,7 @@ from .op import check_heads, rope
 _AXES = 3  # time, height, width
 
 
-_SECTION = Rule(
-    "three integers",
-    lambda v: isinstance(v, (list, tuple)) and all(map(INTEGER.has_type, v)),
-)
+_SECTION = Rule("three integers", lambda v: isinstance(v, (list, tuple)) and all(map(INTEGER.has_type, v)))
 
 
 def _check_tables(q, tokens_dim, cos, sin):

@@ -106,10 +106,7 @@ FORMS: tuple[Rotation | ComplexRotation, ...] = (
     *(
         Rotation(pairing, table, negated, tail)
         for tail, negated, table, pairing in itertools.product(
-            (False, True),
-            (False, True),
-            ("full", "first_half", "half"),
-            ("halves", "interleaved", "split"),
+            (False, True), (False, True), ("full", "first_half", "half"), ("halves", "interleaved", "split")
         )
     ),
     ComplexRotation(),
