@@ -11,20 +11,10 @@ import pytest
 
 pytest.importorskip("transformers")
 from huggingface_hub import constants
+from planned_llama import LLAMA_1B
 from transformers import AutoConfig
 
 import liger_cli as cli
-
-LLAMA_1B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
 
 
 @pytest.fixture

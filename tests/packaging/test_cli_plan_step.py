@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from planned_llama import LLAMA_1B
 
 import liger
 import liger_cli as cli
@@ -17,17 +18,6 @@ from liger.cli.plan import head_memory
 from liger.transformers.checkpointing.device_memory import MAX_HEADROOM
 from liger_cli.devices import GPUS, OPTIMIZERS
 
-LLAMA_1B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
 LLAMA_8B = LLAMA_1B | {
     "hidden_size": 4096,
     "intermediate_size": 14336,

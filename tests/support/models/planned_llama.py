@@ -22,6 +22,19 @@ SETTLING = 1 + FEWEST
 MOST = LAYERS - FEWEST
 PLENTY = 10**9
 
+# A configuration of Llama-3.2-1B, for plans that need no model.
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
 
 def whole_path(savings, fixed=()):
     """Upgrades of whole layers, whatever attention costs in a tiny model: a level is a number of layers."""
