@@ -75,7 +75,8 @@ def with_inputs_on_host(model):
     transformers does from 5.24 on."""
 
     def recomputed(function, *inputs, **settings):
-        with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=model.device.type):
+        device = model.device.type
+        with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda", device_type=device):
             return checkpoint(function, *inputs, use_reentrant=False, **settings)
 
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
