@@ -43,7 +43,8 @@ def measure(cell, machine):
     entered = training.contestant(cell.method, machine)
     if cell.size != FP16:
         shard = partial(sharded_training.zero3, batch=given["batch"], offload=True)
-        size = replace(size, dtype=torch.float16)
+        # DeepSpeed has no float16 on a CPU.
+        size = replace(size, dtype=torch.float16 if machine.gpu else torch.bfloat16)
         return sharded_training.measure(cell, machine, entered, size, shard)
     made = Scaled(entered, replace(size, dtype=torch.float32), machine)
     batches = text.batches(machine, size.config["vocab_size"], 3, given["batch"], given["sequence"])
