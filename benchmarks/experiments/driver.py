@@ -203,7 +203,10 @@ class Sheet:
             result = results.load(results.path_of(self.run.folder, name, self.run.tiny), name, self.run.tiny)
             for other in experiment(name).cells(self.run.tiny) if result["cells"] else ():
                 record = result["cells"].get(other.key, {})
-                if other.work != cell.work or "environment" not in record or stale.is_stale(name, record):
+                # What ran beside other cells does not tell the time of a cell that is to run alone.
+                if other.work != cell.work or other.alone < cell.alone:
+                    continue
+                if "environment" not in record or stale.is_stale(name, record):
                     continue
                 facts = result["environments"][record["environment"]]
                 if _but_for_commit(facts) == _but_for_commit(self.run.facts):

@@ -74,7 +74,7 @@ def _step(cells, reference=None):
     return f"{cell['tokens_per_second'] / 1e3:.1f}k, {cell['peak_bytes'] / GIB:.1f} GiB{wrong}"
 
 
-def steps(folder, chosen=STEPS):
+def steps(folder, wanted=STEPS):
     """Of whole steps that are measured: tokens per second and peak; where liger is behind; and the machines
     of all rows.
 
@@ -82,7 +82,7 @@ def steps(folder, chosen=STEPS):
     the model.
     """
     rows, facts, every = [], [], {}
-    for what, name, size in chosen:
+    for what, name, size in wanted:
         result = results.load(folder / f"{name}.json", name, False)
         cells = [c for c in results.cells_of(result, size=size) if c["method"] not in RELEASED]
         columns = [[c for c in cells if c["method"] in methods] for methods in COLUMNS.values()]
@@ -90,14 +90,14 @@ def steps(folder, chosen=STEPS):
         if not ours:
             continue
         fast = AS_FAST * max((c["tokens_per_second"] for c in ours if c["status"] == "ok"), default=0)
-        chosen_form = min(
+        best = min(
             (c for c in ours if c["status"] == "ok" and c["tokens_per_second"] >= fast),
             key=lambda c: c["peak_bytes"],
             default=ours[0],
         )
         plain = next((c for c in columns[0] if c["status"] == "ok"), None)
-        rows.append([what, *(_step(column, plain) for column in columns), _step([chosen_form], plain)])
-        facts += [result["environments"][c["environment"]] for c in [chosen_form] if "environment" in c]
+        rows.append([what, *(_step(column, plain) for column in columns), _step([best], plain)])
+        facts += [result["environments"][c["environment"]] for c in [best] if "environment" in c]
         every |= {f"{c['method']} @ {what}": {**c, "size": what, "order": len(rows)} for c in cells}
     table = tables.markdown(["training steps", *COLUMNS, "liger"], rows)
     return f"{table}\n\n{tables.behind({'cells': every})}", {"environments": facts}
