@@ -111,10 +111,12 @@ def assert_as_copies(name, given):
     }
     with Watched(given):
         found = backward(name, given)[0]
-    # Other strides are other loops on a CPU, and other products.
+    # Other strides are other loops on a CPU, and other products; on a GPU other kernels of experts, which
+    # round products to the dtype of x, also if weights are float32.
+    eps = max(torch.finfo(t.dtype).eps for t in copies.values() if t.is_floating_point())
     for a, b in zip(found, backward(name, given | copies)[0], strict=True):
         # Sums of equal rows may cancel.
-        near = 1e-5 + 4 * torch.finfo(b.dtype).eps * b.abs().max().item()
+        near = 1e-5 + 4 * max(eps if a.is_cuda else 0, torch.finfo(b.dtype).eps) * b.abs().max().item()
         torch.testing.assert_close(a, b, rtol=0.0, atol=near)
 
 

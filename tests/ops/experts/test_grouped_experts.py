@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cases import DTYPES, check_draws
 from cuda_graphs import no_synchronisation
 from errors import error_about
+from samples import SAMPLES
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import liger
@@ -435,3 +436,14 @@ def test_adapters_of_frozen_weights(device, form, dtype, rank):
 
     rounding = max(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps, 16.0)
     check_draws(ours, theirs, [[x, weights, *factors]], intermediate=rounding)
+
+
+@pytest.mark.parametrize("name", ["grad_y", "kept", "top_k_weights", "gate_up_proj"])
+def test_the_backward_op_checks_its_arguments(device, name):
+    """torch.compile and torch.export call it, with tensors that autograd has not seen."""
+    op = torch.ops.liger.grouped_experts_backward.default
+    given = list(SAMPLES["grouped_experts_backward"](device)[0])
+    place = [a.name for a in op._schema.arguments].index(name)
+    given[place] = given[place][:-1]
+    with pytest.raises(RuntimeError, match=f"grouped_experts: {name} has shape"):
+        op(*given)

@@ -53,9 +53,9 @@ def _check_routing(x, top_k_index, top_k_weights):
         )
 
 
-def check_experts(a):
-    """Checks the arguments of the op ``grouped_experts_forward``."""
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = a[:7]
+def check_experts(tensors, a):
+    """Checks the seven tensors, as ``grouped_experts_forward`` takes them, and the options of an op."""
+    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = tensors
     is_transposed = a.is_transposed
     _check_routing(x, top_k_index, top_k_weights)
     hidden, order = x.shape[-1], "(E, I, H)" if is_transposed else "(E, H, I)"
@@ -80,3 +80,15 @@ def check_experts(a):
         check_like(OP, name, tensor, "x", x)
     for name in ("activation", "alpha", "limit"):
         check(OP, name, getattr(a, name), OPTIONS[name], optional=name == "limit")
+
+
+def check_gradient(a):
+    """Checks the arguments of the op ``grouped_experts_backward``."""
+    check_experts(a[2:9], a)
+    check_shape(OP, "grad_y", a.grad_y, a.x.shape, "the shape of x")
+    columns = 2 * sizes_of(a.down_proj, a.is_transposed)[2]
+    if a.kept.shape != (0, columns):
+        rows = a.top_k_index.numel() + 1
+        check_shape(OP, "kept", a.kept, (rows, columns), "as the forward returned it")
+    for name in ("grad_y", "kept"):
+        check_like(OP, name, getattr(a, name), "x", a.x)

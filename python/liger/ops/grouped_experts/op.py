@@ -29,7 +29,7 @@ from ..._core.op.fakes import register_fake
 from ..._core.op.registration import register_composite, register_portable
 from ..._core.op.types import ExpertActivation
 from . import sm90
-from .arguments import OP, OPTIONS, check_experts, sizes_of
+from .arguments import OP, OPTIONS, check_experts, check_gradient, sizes_of
 from .grouped_mm import multiply_group_columns, multiply_groups, sum_groups
 from .routing import Gate, Routing, row_products, weights_of
 
@@ -55,7 +55,7 @@ def _first_gemm(rows, routing, gate_up_proj, bias, is_transposed):
 def grouped_experts_forward_kernel(a):
     x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias = a[:_TENSORS]
     gate, is_transposed, keep = Gate.of_op(a), a.is_transposed, a.keep
-    check_experts(a)
+    check_experts(a[:_TENSORS], a)
     experts, hidden, intermediate = sizes_of(down_proj, is_transposed)
     if top_k_index.numel() == 0:
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
@@ -208,6 +208,7 @@ _backward_op = torch.ops.liger.grouped_experts_backward.default
 
 @by_name(_backward_op)
 def grouped_experts_backward_kernel(a):
+    check_gradient(a)
     return _gradients([a.kept.clone()], a)
 
 

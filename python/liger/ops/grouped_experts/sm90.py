@@ -6,7 +6,6 @@ routing weight.
 docs/lab/experts_sm90.md has their times.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from .arguments import sizes_of
 # Rows are counted in int32, with tiles that reach beyond the last row.
 _MAX_SLOTS = 2**30
 _VECTOR = 8
-# The intermediate size from which rows are gathered before the GEMMs, which then load them by TMA and take
-# longer than the gather. Infinite until it has run on a GPU; the prediction is 2048.
-GATHER_FIRST = math.inf
+# The intermediate size from which a pass that gathers rows takes less time than GEMMs save by loading them
+# with TMA.
+GATHER_FIRST = 4096
 
 
 def unsupported(a):
