@@ -53,12 +53,12 @@ def without_autocast(function):
 
 def converted(t, dtype):
     """A large operand of several products in their dtype, or itself if each is to split the other operand."""
-    return t.to(dtype) if t.numel() <= _CONVERTED else t
+    return t if t.dtype == dtype or t.numel() > _CONVERTED else t.to(dtype)
 
 
-@without_autocast
 def wide(a, b, scale=1.0):
-    """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits."""
+    """``scale * a @ b`` in float32, where one operand is float32 and thin, the other has 16 bits. Call it
+    without autocast, as :func:`add_product_`."""
     m, n = a.shape[0], b.shape[1]
     if max(a.numel(), b.numel()) <= _CONVERTED:
         out = a.float() @ b.float()
@@ -77,7 +77,6 @@ def wide(a, b, scale=1.0):
     return out if scale == 1 else out.mul_(scale)
 
 
-@without_autocast
 def add_product_(y, a, b, scale):
     """``y += scale * a @ b`` for y of 16 bits and thin float32 operands, with twice the precision of y."""
     if y.numel() <= _CONVERTED:

@@ -110,8 +110,15 @@ def why_not(layer):
 
 
 def _why_not(base, first, second, dropout):
-    if _has_hooks(base) or _has_hooks(first) or _has_hooks(second) or _has_hooks(dropout):
-        return HOOKED
+    for module in (base, first, second, dropout):
+        values = module.__dict__
+        if (
+            values["_forward_hooks"]
+            or values["_forward_pre_hooks"]
+            or values["_backward_hooks"]
+            or values["_backward_pre_hooks"]
+        ):
+            return HOOKED
     if not (type(first).forward is type(second).forward is nn.Linear.forward):
         return NOT_LINEAR
     if type(dropout) not in (nn.Dropout, nn.Identity):
@@ -121,24 +128,12 @@ def _why_not(base, first, second, dropout):
     weight = _weight(base)
     if weight is None or hasattr(weight, "ds_id"):
         return NOT_LINEAR if weight is None else GATHERED
-    if is_four_bit(base):
-        return None if state_of_four_bits(base) is not None else NOT_LINEAR
     if type(base).forward is not nn.Linear.forward:
-        return NOT_LINEAR
+        return None if is_four_bit(base) and state_of_four_bits(base) is not None else NOT_LINEAR
     if weight.requires_grad:
         return TRAINS
     readable = type(weight) in _PLAIN or is_dtensor(weight) or hasattr(weight, "dequantize")
     return None if readable else NOT_LINEAR
-
-
-def _has_hooks(module):
-    values = module.__dict__
-    return bool(
-        values["_forward_hooks"]
-        or values["_forward_pre_hooks"]
-        or values["_backward_hooks"]
-        or values["_backward_pre_hooks"]
-    )
 
 
 def _weight(linear):
@@ -180,24 +175,26 @@ def part_of(layer, x):
         and a.dtype in _DTYPES
         and b.dtype == a.dtype
         and a.device == b.device == x.device
-        and all(_stays(module, x) for module in found[:4])
+        and _stays(found.base, x)
+        and _stays(found.first, x)
+        and _stays(found.second, x)
+        and _stays(found.dropout, x)
     ):
         return None
-    part = base_part(found.base, x)
     dropout = found.dropout
     rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if part is None or rate >= 1:
-        return None
-    return part._replace(a=a, b=b, scale=found.scale, rate=rate)
+    return base_part(found.base, x, a, b, found.scale, rate) if rate < 1 else None
 
 
-def base_part(base, x):
-    """The operands of a frozen linear layer without adapters, hooks aside; or None."""
+def base_part(base, x, *adapter):
+    """The operands of a frozen linear layer without hooks, and of its adapter: the last fields of a
+    :class:`Part`; or None."""
     weight, dtype = _weight(base), compute_dtype(x)
-    if dtype is None or weight.device != x.device or is_dtensor(weight):
+    is_parameter = type(weight) is nn.Parameter
+    if dtype is None or weight.device != x.device or (not is_parameter and is_dtensor(weight)):
         return None
     bias = base._parameters.get("bias")
-    if is_four_bit(base):
+    if type(base).forward is not nn.Linear.forward and is_four_bit(base):
         # In evaluation its own forward has kernels that read the packed weight, and packs it anew for a CPU.
         if not base.training:
             return None
@@ -205,9 +202,9 @@ def base_part(base, x):
         if of_weight != dtype and torch.is_autocast_enabled(x.device.type):
             return None
         # Its forward casts x, and the result back.
-        return Part(weight, state_of_four_bits(base), bias, of_weight, x.dtype)
-    if is_quantised(weight):
+        return Part(weight, state_of_four_bits(base), bias, of_weight, x.dtype, *adapter)
+    if not is_parameter and is_quantised(weight):
         fits = x.dtype == dtype == weight.dtype
     else:
         fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
-    return Part(weight, None, bias, dtype, dtype) if fits and weight.dtype in _DTYPES else None
+    return Part(weight, None, bias, dtype, dtype, *adapter) if fits and weight.dtype in _DTYPES else None

@@ -57,7 +57,8 @@ class _Linears(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (2 + 3 * len(ctx.parts))
         x, *others = ctx.saved_tensors
-        parts, low = products.unsaved(ctx.parts, others)
+        parts = ctx.parts
+        weights, low = products.unsaved(parts, others)
         like = next(grad for grad in grads if grad is not None)
         rows = ctx.shape[:-1].numel()
         grads = [
@@ -66,7 +67,7 @@ class _Linears(torch.autograd.Function):
         ]
         needs = by_part(ctx.needs_input_grad[2:])
         dtype = ctx.dtype if ctx.needs_input_grad[1] else None
-        grad_x, others = products.gradients(x, grads, parts, low, dtype, needs)
+        grad_x, others = products.gradients(x, grads, parts, weights, low, dtype, needs)
         return None, None if grad_x is None else grad_x.view(ctx.shape), *others
 
 

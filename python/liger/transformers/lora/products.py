@@ -6,6 +6,9 @@ so are the terms of the gradient of the input: nothing of the size of an activat
 results. Under autocast, factors are rounded to its dtype, as autocast does; their gradients are not rounded.
 Without it, exact.py multiplies float32 factors with 16-bit operands; where it converts these, it allocates up
 to 128 MiB at a time.
+
+The host issues a step with adapters hardly faster than a GPU computes it. So nothing is converted, sliced or
+asked here that need not be.
 """
 
 from typing import NamedTuple
@@ -24,7 +27,8 @@ class Low(NamedTuple):
 
     ``h``: (rows, R) ``dropout(x) A^T`` of all adapters side by side; ``a``: (R, inputs) their first factors;
     ``bs``: per part (outputs, r) the second factor; all in one dtype, of the products or float32. ``masks``:
-    per part the dropout mask of the rows, True where x is kept. Each may be None.
+    per part the dropout mask of the rows, True where x is kept, or an empty tuple without dropout. Each may
+    be None.
     """
 
     h: torch.Tensor | None
@@ -36,53 +40,67 @@ class Low(NamedTuple):
 def saved(parts, low, with_weights=True):
     """The tensors of parts for a backward: no copies of factors, which :func:`unsaved` makes again."""
     # Hooks on saved tensors would return quantised weights as plain ones.
-    weights = [
-        p.weight if with_weights and p.state is None and not is_quantised(p.weight) else None for p in parts
-    ]
-    return low.h, *low.masks, *weights, *(t for p in parts for t in (p.a, p.b))
+    weights = [p.weight if with_weights and _is_plain(p) else None for p in parts]
+    return low.h, *weights, *[p.a for p in parts], *[p.b for p in parts], *low.masks
+
+
+def _is_plain(part):
+    return part.state is None and (type(part.weight) is nn.Parameter or not is_quantised(part.weight))
+
+
+def count_saved(parts):
+    """How many tensors :func:`saved` returns."""
+    return 1 + (4 if _drops(parts) else 3) * len(parts)
 
 
 def unsaved(parts, tensors):
-    """(parts, low) of :func:`saved`."""
-    (h, *tensors), count = tensors, len(parts)
-    masks, weights, factors = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-    parts = [
-        part._replace(weight=part.weight if weight is None else weight, a=a, b=b)
-        for part, weight, a, b in zip(parts, weights, factors[::2], factors[1::2], strict=True)
+    """(the weight of each part, low) of :func:`saved`."""
+    h, count = tensors[0], len(parts)
+    weights = [
+        part.weight if weight is None else weight
+        for part, weight in zip(parts, tensors[1 : 1 + count], strict=True)
     ]
-    return parts, Low(h, *_factors(parts, None if h is None else h.dtype), tuple(masks))
+    firsts, seconds = tensors[1 + count : 1 + 2 * count], tensors[1 + 2 * count : 1 + 3 * count]
+    a, bs = (None, seconds) if h is None else _factors(firsts, seconds, h.dtype)
+    return weights, Low(h, a, bs, tensors[1 + 3 * count :])
 
 
-def _factors(parts, dtype):
-    """a and bs of :class:`Low`"""
-    firsts = [part.a.detach() for part in parts if part.a is not None]
-    if not firsts:
-        return None, (None,) * len(parts)
+def _factors(firsts, seconds, dtype):
+    """a and bs of :class:`Low`, of factors one of which is not None."""
+    firsts = [a for a in firsts if a is not None]
     a = firsts[0] if len(firsts) == 1 else torch.cat(firsts)
-    return a.to(dtype), tuple(None if part.b is None else part.b.detach().to(dtype) for part in parts)
+    if a.dtype == dtype:  # and so has each second factor
+        return a, seconds
+    return a.to(dtype), [None if b is None else b.to(dtype) for b in seconds]
 
 
 def rows_of(x):
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def operands(x, parts):
     """An input as the weights take it, and as the adapters do. Parts of one input have one dtype."""
-    operand = x.to(parts[0].dtype)
-    return operand, operand if torch.is_autocast_enabled(x.device.type) else x
+    operand = _cast(x, parts[0].dtype)
+    return operand, operand if operand is x or torch.is_autocast_enabled(x.device.type) else x
+
+
+def _cast(t, dtype):
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _alpha(part):
     return part.scale / (1 - part.rate)
 
 
-def _ranks(parts):
-    """Per part the columns of its adapter in ``h``."""
-    columns, end = [], 0
-    for part in parts:
-        start, end = end, end + (0 if part.a is None else part.a.shape[0])
-        columns.append(slice(start, end))
-    return columns
+def _split(t, parts, dim):
+    """``t`` by the ranks of the parts, 0 without an adapter."""
+    if len(parts) == 1:
+        return (t,)
+    return torch.split_with_sizes(t, [0 if part.a is None else part.a.shape[0] for part in parts], dim)
+
+
+def _drops(parts):
+    return any(part.rate > 0 for part in parts)
 
 
 def _masks(x, parts):
@@ -104,27 +122,27 @@ def _mask(x, dtype, rate):
 
 def low_products(x, parts):
     """:class:`Low` of an input in the dtype in which the adapters take it. Call it without grad mode."""
-    adapted = [part for part in parts if part.a is not None]
-    if not adapted:
-        return Low(None, None, (None,) * len(parts), (None,) * len(parts))
-    a, bs = _factors(parts, torch.float32 if _are_exact(x, adapted[0].a) else x.dtype)
-    rows, masks = rows_of(x), _masks(x, parts)
-    if any(mask is not None for mask in masks):
-        each = [
-            _times(_kept(rows, m), a[c].t())
-            for p, m, c in zip(parts, masks, _ranks(parts), strict=True)
-            if p.a is not None
-        ]
-        h = torch.cat(each, 1)
-    else:
-        h = _times(rows, a.t())
-    return Low(h, a, bs, masks)
+    firsts = [part.a for part in parts if part.a is not None]
+    if not firsts:
+        return Low(None, None, (None,) * len(parts), ())
+    dtype = torch.float32 if _are_exact(x, firsts[0]) else x.dtype
+    a, bs = _factors(firsts, [part.b for part in parts], dtype)
+    rows, drops = rows_of(x), _drops(parts)
+    if not drops:
+        return Low(_times(rows, a.t()), a, bs, ())
+    masks = _masks(x, parts)
+    each = [
+        _times(_kept(rows, mask), factor.t())
+        for mask, factor in zip(masks, _split(a, parts, 0), strict=True)
+        if factor.shape[0] > 0
+    ]
+    return Low(torch.cat(each, 1), a, bs, masks)
 
 
 def _are_exact(x, factor):
     """Whether PEFT would multiply these in float32: autocast is off, and x has 16 bits."""
     return (
-        factor.dtype == torch.float32
+        factor.dtype == torch.float32 != x.dtype
         and x.dtype.itemsize == 2
         and not torch.is_autocast_enabled(x.device.type)
     )
@@ -146,29 +164,37 @@ def _kept(rows, mask):
 
 def linear_products(x, parts, low):
     """The result of each part; ``x``: as the weights take it."""
-    results = []
-    for part, b, columns in zip(parts, low.bs, _ranks(parts), strict=True):
-        bias = None if part.bias is None else part.bias.to(x.dtype)
-        y = nn.functional.linear(x, dense(part.weight, part.state, x.dtype), bias)
+    results, dtype = [], x.dtype
+    hs = low.bs if low.h is None else _split(low.h, parts, 1)
+    for part, b, h in zip(parts, low.bs, hs, strict=True):
+        bias = None if part.bias is None else _cast(part.bias, dtype)
+        y = nn.functional.linear(x, _dense(part.weight, part, dtype), bias)
         if b is not None:
-            y = y if b.dtype == y.dtype else y.to(part.result)
-            _add_(y.view(-1, y.shape[-1]), low.h[:, columns], b.t(), _alpha(part))
-        results.append(y.to(part.result))
+            y = y if b.dtype == y.dtype else _cast(y, part.result)
+            _add_(rows_of(y), h, b.t(), _alpha(part))
+        results.append(_cast(y, part.result))
     return results
 
 
-def gradients(x, grads, parts, low, dtype, needs):
+def _dense(weight, part, dtype):
+    if part.state is None and weight.dtype == dtype and type(weight) is nn.Parameter:
+        return weight
+    return dense(weight, part.state, dtype)
+
+
+def gradients(x, grads, parts, weights, low, dtype, needs):
     """(the gradient of the input of :func:`linear_products` or None, per part the gradients of bias, a and b)
 
     Args:
         x: the input as the adapters take it, or None if no first factor trains.
         grads: the gradients of the results.
+        weights: of the parts, from :func:`unsaved`, as low.
         dtype: of the gradient of the input; None if it is not needed.
         needs: per part whether the gradients of bias, a and b are.
     """
     grads = rows_of_grads(grads, parts, low)
     up, of_b = of_products(grads, parts, low, needs)
-    grad_x = None if dtype is None else of_input(grads, up, parts, low, dtype)
+    grad_x = None if dtype is None else of_input(grads, up, parts, weights, low, dtype)
     return grad_x, of_parameters(x, grads, up, of_b, parts, low, needs)
 
 
@@ -177,7 +203,7 @@ def rows_of_grads(grads, parts, low):
     one."""
     dtype = None if low.h is None else low.h.dtype
     return [
-        rows_of(grad).to(part.dtype) if dtype in (None, part.dtype) else rows_of(grad)
+        _cast(rows_of(grad), part.dtype) if dtype in (None, part.dtype) else rows_of(grad)
         for grad, part in zip(grads, parts, strict=True)
     ]
 
@@ -185,52 +211,56 @@ def rows_of_grads(grads, parts, low):
 def of_products(grads, parts, low, needs):
     """(the gradient of ``h`` or None, per part the gradient of b)"""
     ups, of_b = [], []
-    for grad, part, b, at, (*_, need_b) in zip(grads, parts, low.bs, _ranks(parts), needs, strict=True):
+    hs = low.bs if low.h is None else _split(low.h, parts, 1)
+    for grad, part, b, h, (*_, need_b) in zip(grads, parts, low.bs, hs, needs, strict=True):
         if b is not None:
-            grad = converted(grad, b.dtype)
-            ups.append(_product(grad, b, b.dtype, _alpha(part)))
-        of_b.append(_product(grad.t(), low.h[:, at], part.b.dtype, _alpha(part)) if need_b else None)
+            grad, alpha = converted(grad, b.dtype), _alpha(part)
+            ups.append(_product(grad, b, b.dtype, alpha))
+        of_b.append(_product(grad.t(), h, part.b.dtype, alpha) if need_b else None)
     return (torch.cat(ups, 1) if len(ups) > 1 else ups[0] if ups else None), of_b
 
 
-def of_input(grads, up, parts, low, dtype):
+def of_input(grads, up, parts, weights, low, dtype):
     """The gradient of the input in a dtype, as rows."""
     grad_x = None
-    for grad, part in zip(grads, parts, strict=True):
-        grad = grad.to(part.dtype)
-        weight = dense(part.weight, part.state, grad.dtype)
+    for grad, part, weight in zip(grads, parts, weights, strict=True):
+        grad = _cast(grad, part.dtype)
+        weight = _dense(weight, part, grad.dtype)
         grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         del weight
     if up is not None and up.dtype != grad_x.dtype:
-        grad_x = grad_x.to(dtype)
-    if any(mask is not None for mask in low.masks):
-        for part, mask, at in zip(parts, low.masks, _ranks(parts), strict=True):
+        grad_x = _cast(grad_x, dtype)
+    if low.masks:
+        factors = zip(parts, low.masks, _split(up, parts, 1), _split(low.a, parts, 0), strict=True)
+        for part, mask, of_h, a in factors:
             if part.a is not None:
-                term = _add_(torch.zeros_like(grad_x), up[:, at], low.a[at])
+                term = _add_(torch.zeros_like(grad_x), of_h, a)
                 grad_x.add_(term if mask is None else term.mul_(mask))
     elif up is not None:
         _add_(grad_x, up, low.a)
-    return grad_x.to(dtype)
+    return _cast(grad_x, dtype)
 
 
 def of_parameters(x, grads, up, of_b, parts, low, needs):
     """Per part the gradients of bias, a and b, in one list."""
-    columns, of_a = _ranks(parts), [None] * len(parts)
+    of_a = [None] * len(parts)
     if any(need_a for _, need_a, _ in needs):
         # The product in a gated MLP may have more bits than its adapter takes.
-        rows = rows_of(x) if up.dtype == torch.float32 else rows_of(x).to(up.dtype)
+        rows = rows_of(x) if up.dtype == torch.float32 else _cast(rows_of(x), up.dtype)
         dtype = next(part.a.dtype for part in parts if part.a is not None)
-        if any(mask is not None for mask in low.masks):
+        if low.masks:
             of_a = [
-                _product(up[:, at].t(), _kept(rows, mask), dtype) if need_a else None
-                for at, mask, (_, need_a, _) in zip(columns, low.masks, needs, strict=True)
+                _product(of_h.t(), _kept(rows, mask), dtype) if need_a else None
+                for of_h, mask, (_, need_a, _) in zip(_split(up, parts, 1), low.masks, needs, strict=True)
             ]
         else:
-            whole = _product(up.t(), rows, dtype)
-            of_a = [whole[at] if need_a else None for at, (_, need_a, _) in zip(columns, needs, strict=True)]
+            of_a = _split(_product(up.t(), rows, dtype), parts, 0)
     results = []
-    for grad, part, grad_a, grad_b, (need_bias, _, _) in zip(grads, parts, of_a, of_b, needs, strict=True):
-        results += [grad.sum(0).to(part.bias.dtype) if need_bias else None, grad_a, grad_b]
+    for grad, part, grad_a, grad_b, (need_bias, need_a, _) in zip(
+        grads, parts, of_a, of_b, needs, strict=True
+    ):
+        of_bias = _cast(grad.sum(0), part.bias.dtype) if need_bias else None
+        results += (of_bias, grad_a if need_a else None, grad_b)
     return results
 
 
@@ -243,6 +273,6 @@ def _product(a, b, dtype, scale=1.0):
         float32_product(a, b, out, scale=scale)
         return out
     if scale == 1:
-        return (a @ b).to(dtype)
+        return _cast(a @ b, dtype)
     out = a.new_empty((a.shape[0], b.shape[1]))
-    return torch.addmm(out, a, b, beta=0, alpha=scale, out=out).to(dtype)
+    return _cast(torch.addmm(out, a, b, beta=0, alpha=scale, out=out), dtype)

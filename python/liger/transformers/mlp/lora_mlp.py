@@ -105,20 +105,22 @@ def _backward(ctx, grad):
     count = len(ctx.parts) - 1
     x, *rest = ctx.saved_tensors
     gate_up, rest = rest[:count], rest[count:]
-    inputs, low = products.unsaved(ctx.parts[:count], rest[: 1 + 4 * count])
-    down, low_down = products.unsaved(ctx.parts[count:], rest[1 + 4 * count :])
+    inputs, down = ctx.parts[:count], ctx.parts[count:]
+    of_inputs = products.count_saved(inputs)
+    weights, low = products.unsaved(inputs, rest[:of_inputs])
+    weights_of_down, low_down = products.unsaved(down, rest[of_inputs:])
     needs = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
     flat = products.rows_of_grads([grad], down, low_down)
     up, of_b = products.of_products(flat, down, low_down, needs[count:])
-    grad_product = products.of_input(flat, up, down, low_down, gate_up[0].dtype)
+    grad_product = products.of_input(flat, up, down, weights_of_down, low_down, gate_up[0].dtype)
     grad_product = grad_product.view(*grad.shape[:-1], grad_product.shape[-1])
     grads, product = ctx.form.gradients(ctx, grad_product, gate_up)
     del grad_product
     of_down = products.of_parameters(product, flat, up, of_b, down, low_down, needs[count:])
     del product
     dtype = ctx.dtype if ctx.need_x else None
-    grad_x, of_inputs = products.gradients(x, grads, inputs, low, dtype, needs[:count])
+    grad_x, of_inputs = products.gradients(x, grads, inputs, weights, low, dtype, needs[:count])
     return None, None if grad_x is None else grad_x.view(ctx.shape), *of_inputs, *of_down
 
 
