@@ -270,6 +270,9 @@ def _product(a, b, dtype, scale=1.0):
         return wide(a, b, scale)
     if dtype == torch.float32 != a.dtype:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+        if a.is_cuda and a.dtype == torch.bfloat16:
+            # What float32_product() calls in the end.
+            return torch.addmm(out, a, b, out_dtype=dtype, beta=0.0, alpha=scale, out=out)
         float32_product(a, b, out, scale=scale)
         return out
     if scale == 1:
