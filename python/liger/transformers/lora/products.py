@@ -92,11 +92,11 @@ def _alpha(part):
     return part.scale / (1 - part.rate)
 
 
-def _split(t, parts, dim):
-    """``t`` by the ranks of the parts, 0 without an adapter."""
-    if len(parts) == 1:
+def _split(t, bs, dim):
+    """``t`` by the ranks of the second factors of the parts, 0 without an adapter."""
+    if len(bs) == 1:
         return (t,)
-    return torch.split_with_sizes(t, [0 if part.a is None else part.a.shape[0] for part in parts], dim)
+    return torch.split_with_sizes(t, [0 if b is None else b.shape[1] for b in bs], dim)
 
 
 def _drops(parts):
@@ -133,7 +133,7 @@ def low_products(x, parts):
     masks = _masks(x, parts)
     each = [
         _times(_kept(rows, mask), factor.t())
-        for mask, factor in zip(masks, _split(a, parts, 0), strict=True)
+        for mask, factor in zip(masks, _split(a, bs, 0), strict=True)
         if factor.shape[0] > 0
     ]
     return Low(torch.cat(each, 1), a, bs, masks)
@@ -165,7 +165,7 @@ def _kept(rows, mask):
 def linear_products(x, parts, low):
     """The result of each part; ``x``: as the weights take it."""
     results, dtype = [], x.dtype
-    hs = low.bs if low.h is None else _split(low.h, parts, 1)
+    hs = low.bs if low.h is None else _split(low.h, low.bs, 1)
     for part, b, h in zip(parts, low.bs, hs, strict=True):
         bias = None if part.bias is None else _cast(part.bias, dtype)
         y = nn.functional.linear(x, _dense(part.weight, part, dtype), bias)
@@ -211,7 +211,7 @@ def rows_of_grads(grads, parts, low):
 def of_products(grads, parts, low, needs):
     """(the gradient of ``h`` or None, per part the gradient of b)"""
     ups, of_b = [], []
-    hs = low.bs if low.h is None else _split(low.h, parts, 1)
+    hs = low.bs if low.h is None else _split(low.h, low.bs, 1)
     for grad, part, b, h, (*_, need_b) in zip(grads, parts, low.bs, hs, needs, strict=True):
         if b is not None:
             grad, alpha = converted(grad, b.dtype), _alpha(part)
@@ -231,7 +231,7 @@ def of_input(grads, up, parts, weights, low, dtype):
     if up is not None and up.dtype != grad_x.dtype:
         grad_x = _cast(grad_x, dtype)
     if low.masks:
-        factors = zip(parts, low.masks, _split(up, parts, 1), _split(low.a, parts, 0), strict=True)
+        factors = zip(parts, low.masks, _split(up, low.bs, 1), _split(low.a, low.bs, 0), strict=True)
         for part, mask, of_h, a in factors:
             if part.a is not None:
                 term = _add_(torch.zeros_like(grad_x), of_h, a)
@@ -251,10 +251,10 @@ def of_parameters(x, grads, up, of_b, parts, low, needs):
         if low.masks:
             of_a = [
                 _product(of_h.t(), _kept(rows, mask), dtype) if need_a else None
-                for of_h, mask, (_, need_a, _) in zip(_split(up, parts, 1), low.masks, needs, strict=True)
+                for of_h, mask, (_, need_a, _) in zip(_split(up, low.bs, 1), low.masks, needs, strict=True)
             ]
         else:
-            of_a = _split(_product(up.t(), rows, dtype), parts, 0)
+            of_a = _split(_product(up.t(), rows, dtype), low.bs, 0)
     results = []
     for grad, part, grad_a, grad_b, (need_bias, need_a, _) in zip(
         grads, parts, of_a, of_b, needs, strict=True
