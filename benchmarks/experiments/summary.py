@@ -2,6 +2,7 @@
 """The tables of README and docs/start/speed.md, from the results of several experiments."""
 
 from liger_bench.environment import CHECKOUT
+from liger_bench.reports import stale
 from liger_bench.reports.verdict import time_of
 
 from . import ops, results, tables
@@ -57,6 +58,9 @@ COLUMNS = {
     "torch.compile": (COMPILED, REDUCED),
     "liger-kernel": ("liger-kernel",),
 }
+# Behind the name of a row with a cell of other code than the code of this checkout.
+EARLIER = "\\*"
+OF_EARLIER = f"Rows with {EARLIER} are of an earlier state of the code."
 # The share of the largest number of tokens per second that counts as equal: steps vary by as much.
 AS_FAST = 0.98
 # Of liger-kernel, only on request.
@@ -72,6 +76,16 @@ def _step(cells, reference=None):
     cell = max(measured, key=lambda c: c["tokens_per_second"])
     wrong = ", wrong loss" if tables.differs(cell, reference) else ""
     return f"{cell['tokens_per_second'] / 1e3:.1f}k, {cell['peak_bytes'] / GIB:.1f} GiB{wrong}"
+
+
+def _named(what, name, cells):
+    """The name of a row of these cells of an experiment."""
+    return what + (EARLIER if any(stale.is_stale(name, cell) for cell in cells) else "")
+
+
+def _explained(rows):
+    """The sentence on rows that are marked, if there are any."""
+    return f" {OF_EARLIER}" if any(row[0].endswith(EARLIER) for row in rows) else ""
 
 
 def steps(folder, wanted=STEPS):
@@ -96,11 +110,13 @@ def steps(folder, wanted=STEPS):
             default=ours[0],
         )
         plain = next((c for c in columns[0] if c["status"] == "ok"), None)
-        rows.append([what, *(_step(column, plain) for column in columns), _step([best], plain)])
+        rows.append(
+            [_named(what, name, cells), *(_step(column, plain) for column in columns), _step([best], plain)]
+        )
         facts += [result["environments"][c["environment"]] for c in [best] if "environment" in c]
         every |= {f"{c['method']} @ {what}": {**c, "size": what, "order": len(rows)} for c in cells}
     table = tables.markdown(["training steps", *COLUMNS, "liger"], rows)
-    return f"{table}\n\n{tables.behind({'cells': every})}", {"environments": facts}
+    return f"{table}\n\n{tables.behind({'cells': every})}{_explained(rows)}", {"environments": facts}
 
 
 def _ratio(theirs, mine):
@@ -114,9 +130,10 @@ def op_times(folder):
     for cell in results.load(folder / "E17.json", "E17", False)["cells"].values():
         for row in cell.get("rows", ()):
             if row["kind"] == "device":
-                found.setdefault(row["name"] if row["op"] in ("heads", "experts") else row["work"], row)
+                work = row["name"] if row["op"] in ("heads", "experts") else row["work"]
+                found.setdefault(work, (row, cell))
     rows = []
-    for row in found.values():
+    for row, cell in found.values():
         mine, theirs = ops.best(row, "liger["), ops.best(row, "liger-kernel", OTHER_FORMS)
         right = {n: p for n, p in row["providers"].items() if p["status"] == "ok"}
         peers = [n for n, p in right.items() if p["group"] in ("liger-kernel", "other")]
@@ -128,11 +145,12 @@ def op_times(folder):
             (f"{mine['ratios'][n]:.2f} of {n}" for n in row["ceilings"] if n in mine["ratios"]), ""
         )
         rows.append(
-            [row["name"].replace(" forward and backward", ""), _ratio(theirs, mine), memory,
+            [_named(row["name"].replace(" forward and backward", ""), "E17", [cell]), _ratio(theirs, mine), memory,
              f"{_ratio(row['providers'][fastest], mine)} {fastest}", ceiling]
         )  # fmt: skip
     memory, peer = "MiB, liger / liger-kernel", "x the fastest peer"
-    return tables.markdown(["forward and backward", "x liger-kernel", memory, peer, "time / ceiling"], rows)
+    table = tables.markdown(["forward and backward", "x liger-kernel", memory, peer, "time / ceiling"], rows)
+    return table + (f"\n\n{OF_EARLIER}" if _explained(rows) else "")
 
 
 def newest(folder):

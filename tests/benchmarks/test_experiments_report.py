@@ -96,6 +96,12 @@ def test_the_page_has_results_between_its_markers(tmp_path):
         assert f"(images/{image.name})" in text
 
 
+@pytest.fixture
+def known_code(monkeypatch):
+    """Records are of this code, but for those that say ``code="old"``."""
+    monkeypatch.setattr(summary.stale, "is_stale", lambda name, cell: cell.get("code") == "old")
+
+
 def at(size, method, status="ok", **values):
     return {**record(method, 1, status, size=size, **values), "environment": 0}
 
@@ -110,7 +116,7 @@ def steps_of(tmp_path, name, *records):
     return table.splitlines()[2:], behind
 
 
-def test_summaries_name_what_failed_and_what_is_wrong(tmp_path):
+def test_summaries_name_what_failed_and_what_is_wrong(tmp_path, known_code):
     """A method that fails has a word, a wrong loss is no speed to compare with, what is faster is said."""
     size = "Llama-3.2-1B, full 4x8192"
     records = [at(size, "transformers"), at(size, "liger-kernel", first_loss=5.5, tokens_per_second=9e3)]
@@ -130,7 +136,16 @@ def test_summaries_name_what_failed_and_what_is_wrong(tmp_path):
     )
 
 
-def test_the_newest_torch_has_a_folder_of_its_own(tmp_path):
+def test_rows_of_earlier_code_are_marked(tmp_path, known_code):
+    records = [at("4x8192", "transformers", code="old"), at("4x8192", "liger"), at("32x1024", "liger")]
+    rows, behind = steps_of(tmp_path, "E16", *records)
+    assert rows[0].startswith(r"| Llama-3.2-1B, 4 x 8192, a plan\* | 1.0k")
+    assert behind.endswith(rf" {summary.OF_EARLIER}")
+    rows, behind = steps_of(tmp_path, "E16", *records[1:])
+    assert "*" not in rows[0] + behind
+
+
+def test_the_newest_torch_has_a_folder_of_its_own(tmp_path, known_code):
     assert summary.newest(tmp_path) == summary.NOT_MEASURED
     folder = tmp_path / summary.NEWEST
     folder.mkdir()
@@ -160,7 +175,7 @@ def test_a_tiled_mlp_that_is_larger_is_named():
     assert lines[-1] == "Larger than the regular MLP: zero3, 2048 tokens: liger, tiled by 2%."
 
 
-def test_summaries_have_the_fastest_form(tmp_path):
+def test_summaries_have_the_fastest_form(tmp_path, known_code):
     """Of steps that are measured; of ops the speed relative to liger-kernel as users call it."""
     size = "4x8192"
     rows, _ = steps_of(
