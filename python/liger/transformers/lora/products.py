@@ -171,7 +171,8 @@ def linear_products(x, parts, low):
         y = nn.functional.linear(x, _dense(part.weight, part, dtype), bias)
         if b is not None:
             y = y if b.dtype == y.dtype else _cast(y, part.result)
-            _add_(rows_of(y), h, b.t(), _alpha(part))
+            # A view, never a copy.
+            _add_(y.view(-1, y.shape[-1]), h, b.t(), _alpha(part))
         results.append(_cast(y, part.result))
     return results
 

@@ -106,9 +106,9 @@ def _backward(ctx, grad):
     x, *rest = ctx.saved_tensors
     gate_up, rest = rest[:count], rest[count:]
     inputs, down = ctx.parts[:count], ctx.parts[count:]
-    of_inputs = products.count_saved(inputs)
-    weights, low = products.unsaved(inputs, rest[:of_inputs])
-    weights_of_down, low_down = products.unsaved(down, rest[of_inputs:])
+    end = products.count_saved(inputs)
+    weights, low = products.unsaved(inputs, rest[:end])
+    weights_of_down, low_down = products.unsaved(down, rest[end:])
     needs = by_part(ctx.needs_input_grad[2:])
     # The gradient of the product first, since the product takes its place.
     flat = products.rows_of_grads([grad], down, low_down)
