@@ -15,6 +15,8 @@ from pathlib import Path
 from .processes import end_with_parent
 
 _BENCHMARKS = Path(__file__).parents[2]
+# Each has a context and the tensors of its calls in device memory, beside the process that waits for it.
+_MAX_PROCESSES = 16
 
 
 def part_of_configurations(autotune, index, count):
@@ -29,13 +31,13 @@ def part_of_configurations(autotune, index, count):
 
 @functools.cache
 def compile_in_parallel(module, function, count=None):
-    """Calls ``module.function()`` once in each of ``count`` processes (one per core), which share the
-    configurations of the kernels that it calls. Later calls do nothing.
+    """Calls ``module.function()`` once in each of ``count`` processes (one per core, up to 16), which share
+    the configurations of the kernels that it calls. Later calls do nothing.
 
     Raises:
         subprocess.CalledProcessError: a process failed.
     """
-    count = count or os.cpu_count()
+    count = count or min(os.cpu_count(), _MAX_PROCESSES)
     command = [sys.executable, "-m", __name__]
     paths = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
