@@ -18,17 +18,22 @@ PRELOAD = ("transformers.models.llama.modeling_llama", "liger.transformers", "li
 
 def _rank(environment, arguments):
     end_with_parent()
-    os.environ.update(environment)
+    os.environ.update(environment.recv())
     process.run(*arguments)
 
 
 def _ranks(count, arguments):
     """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit
     code."""
+    # Forked before the store has threads: a lock of libc that a thread holds at a fork stays locked in the
+    # child.
+    pipes = [FORK.Pipe(duplex=False) for _ in range(count)]
+    ranks = [FORK.Process(target=_rank, args=(receiver, arguments)) for receiver, _ in pipes]
+    for rank in ranks:
+        rank.start()
     with rendezvous(count) as environments:
-        ranks = [FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
-        for rank in ranks:
-            rank.start()
+        for (_, sender), environment in zip(pipes, environments, strict=True):
+            sender.send(environment)
         running = list(ranks)
         while running:
             connection.wait([rank.sentinel for rank in running])
