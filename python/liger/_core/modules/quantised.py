@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Recognition of quantised weights."""
 
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..dtensor.inputs import is_dtensor
@@ -13,4 +14,6 @@ def is_quantised(weight: object) -> bool:
     It has the shape and the dtype of the weight that it stands for, and only linear layers accept it: no op
     of liger does.
     """
-    return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)
+    # The type of most weights answers it at once.
+    plain = type(weight) is nn.Parameter
+    return not plain and is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)

@@ -66,7 +66,7 @@ def dense(weight, state, dtype):
         return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.detach(), state).to(dtype)
     if is_quantised(weight):
         weight = weight.dequantize()
-    return weight.to(dtype)
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def why_not_dense_experts(weight):

@@ -190,8 +190,7 @@ def base_part(base, x, *adapter):
     """The operands of a frozen linear layer without hooks, and of its adapter: the last fields of a
     :class:`Part`; or None."""
     weight, dtype = _weight(base), compute_dtype(x)
-    is_parameter = type(weight) is nn.Parameter
-    if dtype is None or weight.device != x.device or (not is_parameter and is_dtensor(weight)):
+    if dtype is None or weight.device != x.device or is_dtensor(weight):
         return None
     bias = base._parameters.get("bias")
     if type(base).forward is not nn.Linear.forward and is_four_bit(base):
@@ -203,7 +202,7 @@ def base_part(base, x, *adapter):
             return None
         # Its forward casts x, and the result back.
         return Part(weight, state_of_four_bits(base), bias, of_weight, x.dtype, *adapter)
-    if not is_parameter and is_quantised(weight):
+    if is_quantised(weight):
         fits = x.dtype == dtype == weight.dtype
     else:
         fits = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)

@@ -40,12 +40,10 @@ class Low(NamedTuple):
 def saved(parts, low, with_weights=True):
     """The tensors of parts for a backward: no copies of factors, which :func:`unsaved` makes again."""
     # Hooks on saved tensors would return quantised weights as plain ones.
-    weights = [p.weight if with_weights and _is_plain(p) else None for p in parts]
+    weights = [
+        p.weight if with_weights and p.state is None and not is_quantised(p.weight) else None for p in parts
+    ]
     return low.h, *weights, *[p.a for p in parts], *[p.b for p in parts], *low.masks
-
-
-def _is_plain(part):
-    return part.state is None and (type(part.weight) is nn.Parameter or not is_quantised(part.weight))
 
 
 def count_saved(parts):
@@ -127,8 +125,8 @@ def low_products(x, parts):
         return Low(None, None, (None,) * len(parts), ())
     dtype = torch.float32 if _are_exact(x, firsts[0]) else x.dtype
     a, bs = _factors(firsts, [part.b for part in parts], dtype)
-    rows, drops = rows_of(x), _drops(parts)
-    if not drops:
+    rows = rows_of(x)
+    if not _drops(parts):
         return Low(_times(rows, a.t()), a, bs, ())
     masks = _masks(x, parts)
     each = [
@@ -168,19 +166,13 @@ def linear_products(x, parts, low):
     hs = low.bs if low.h is None else _split(low.h, low.bs, 1)
     for part, b, h in zip(parts, low.bs, hs, strict=True):
         bias = None if part.bias is None else _cast(part.bias, dtype)
-        y = nn.functional.linear(x, _dense(part.weight, part, dtype), bias)
+        y = nn.functional.linear(x, dense(part.weight, part.state, dtype), bias)
         if b is not None:
             y = y if b.dtype == y.dtype else _cast(y, part.result)
             # A view, never a copy.
             _add_(y.view(-1, y.shape[-1]), h, b.t(), _alpha(part))
         results.append(_cast(y, part.result))
     return results
-
-
-def _dense(weight, part, dtype):
-    if part.state is None and weight.dtype == dtype and type(weight) is nn.Parameter:
-        return weight
-    return dense(weight, part.state, dtype)
 
 
 def gradients(x, grads, parts, weights, low, dtype, needs):
@@ -226,7 +218,7 @@ def of_input(grads, up, parts, weights, low, dtype):
     grad_x = None
     for grad, part, weight in zip(grads, parts, weights, strict=True):
         grad = _cast(grad, part.dtype)
-        weight = _dense(weight, part, grad.dtype)
+        weight = dense(weight, part.state, grad.dtype)
         grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         del weight
     if up is not None and up.dtype != grad_x.dtype:
@@ -271,9 +263,6 @@ def _product(a, b, dtype, scale=1.0):
         return wide(a, b, scale)
     if dtype == torch.float32 != a.dtype:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-        if a.is_cuda and a.dtype == torch.bfloat16:
-            # What float32_product() calls in the end.
-            return torch.addmm(out, a, b, out_dtype=dtype, beta=0.0, alpha=scale, out=out)
         float32_product(a, b, out, scale=scale)
         return out
     if scale == 1:
